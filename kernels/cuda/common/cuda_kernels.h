@@ -57,9 +57,9 @@ typedef enum p2p_fault {
     P2P_FAULT_VACANT = 13
 } p2p_fault;
 
-/* A report in host memory: a kernel has found an error in the data of an operation. The kernel
- * writes `result` (an epic_result) last, so that the host never reads an incomplete notice.
- * After the host has read the notice, it sets `result` to 0 (EPIC_OK). */
+/* A notice reports an error in the data of an operation. A kernel writes the notice to host
+ * memory. It writes `result` (an epic_result) last, so that the host never reads an incomplete
+ * notice. After the host has read the notice, it sets `result` to 0 (EPIC_OK). */
 typedef struct p2p_notice {
     uint32_t result;
     uint32_t epoch;
@@ -170,8 +170,8 @@ typedef struct p2p_ring_words {
     /* Number of operations for which the net has read all data from the outbox. The half of the
      * outbox that these operations used may be overwritten. Written by the proxy thread. */
     uint64_t freed;
-    /* the word `waits` of this rank (heap.h): kernels write it, and the proxy thread sends it
-     * to all ranks */
+    /* The word `waits` of this rank: the ranks for which this rank waits (heap.h). Kernels
+     * write the word, and the proxy thread sends it to all ranks. */
     uint64_t waits;
 } p2p_ring_words;
 
@@ -304,8 +304,8 @@ typedef struct p2p_dispatch_job {
     /* 1: the kernel for FLAT plans must be used. The other kernels can only move rows with an
      * existing FLAT plan. They cannot make a FLAT plan, move weights or write recv_expert. */
     int32_t flat;
-    /* zero_tail: 1: the slots after the last slab are zeroed. leave_padding: 1: padding slots
-     * (the slots without a token at the end of each slab) are not zeroed. */
+    /* zero_tail: 1 if the slots after the last slab are zeroed. leave_padding: 1 if padding
+     * slots (the slots without a token at the end of each slab) are not zeroed. */
     int32_t zero_tail, leave_padding;
     int32_t top_k;
     /* Tokens [0, num_early_tokens) are sent by other CTAs while the planner CTAs make the
@@ -374,8 +374,8 @@ typedef struct p2p_combine_job {
     /* Only in dispatch_backward, otherwise NULL: the gradient of each slot's weight. It is a
      * float that is sent back to the home rank of the slot's token. */
     const float *slot_floats;
-    /* output [num_tokens, top_k]: for each choice, the float that the rank of its slot has sent
-     * back */
+    /* output [num_tokens, top_k]: for each choice, the float that was sent back for it (the
+     * gradient of its weight) */
     float *choice_floats;
     int64_t row_bytes;
     int32_t num_tokens, num_rows;
@@ -409,7 +409,7 @@ typedef struct p2p_combine_backward_job {
     const uint8_t *d_out; /* [num_tokens, row_bytes]: gradient of combine's output */
     /* [num_rows, row_bytes]: the rows that combine added; NULL if d_slot_weights is NULL */
     const uint8_t *rows;
-    /* output [num_rows, row_bytes]: the gradient of `rows`; if it is quantized: [num_rows,
+    /* output: the gradient of `rows`, [num_rows, row_bytes] or, if it is quantized, [num_rows,
      * quantized_bytes] */
     uint8_t *d_rows;
     const float *slot_weights; /* [num_rows]: weight of each slot; NULL: all weights are 1 */

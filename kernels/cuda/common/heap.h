@@ -65,8 +65,9 @@
  * of all ranks together. Each mask marks which of 32 tokens chose an expert. */
 #define P2P_LOWLAT_IDS 32768
 #define P2P_LOWLAT_MASKS 16384
-/* The limits of ids and of masks for a kernel that only makes a plan. They are lower, because
- * with larger tables the general planner is faster (docs/lab/cuda.md). */
+/* A kernel that only makes a plan has these limits in place of P2P_LOWLAT_IDS and
+ * P2P_LOWLAT_MASKS. They are lower, because the general planner is faster with larger tables
+ * (docs/lab/cuda.md). */
 #define P2P_LOWLAT_ALONE_IDS 8192
 #define P2P_LOWLAT_ALONE_MASKS 8192
 #define P2P_LOWLAT_EXPERTS 512 /* maximum number of experts of the layer */
@@ -259,8 +260,8 @@ typedef struct p2p_control {
      * kernels, this is instead the number of CTAs that have started (p2p) or the number of
      * warps that have posted all their puts (hosts). It is 0 when the operation ends. */
     uint32_t done;
-    /* epoch of the next round; the last CTA that finishes a round sets it, and the other CTAs
-     * wait for it */
+    /* Epoch of the next round. The CTA that finishes a round last sets this field, and the
+     * other CTAs wait until it is set. */
     uint32_t round;
     uint32_t planned; /* the last epoch in which a plan was completed */
     /* 1 if a thread of this rank has begun to report a failure in p2p_status. Only this thread
@@ -309,8 +310,8 @@ typedef struct p2p_control {
 #define P2P_WINDOW_PLACE_BITS 48
 
 /* The permit of a rank: these words allow a peer to store rows into the rank's window. A kernel
- * with windows sends them to each peer when it begins. Each word has its own stamp, so the
- * sender needs no fence between the words. */
+ * with windows sends these words to each peer when it begins. Each word has its own stamp, so
+ * the sender needs no fence between the words. */
 typedef struct p2p_window_words {
     /* Number of this rank's tokens that always go through staging, because they are sent before
      * the plan exists. If the stamp of this word is older than the operation, the rank runs a
@@ -380,8 +381,8 @@ static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
     return max_tokens < P2P_LOWLAT_TOKENS ? max_tokens : P2P_LOWLAT_TOKENS;
 }
 
-/* Returns the size in bytes of the part of the staging for one source rank and one half (even
- * or odd epochs). If staging_bytes is 0, the part has space for max_tokens rows. Otherwise
+/* The staging has one part per source rank and half (even or odd epochs). Returns the size of
+ * one part in bytes. If staging_bytes is 0, a part has space for max_tokens rows. Otherwise
  * staging_bytes limits the size of the whole staging. There is always space for two rows of
  * max_row_bytes, because a packed row (a row and its scales) may be longer than
  * max_row_bytes. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* launch_kernel(), and a function that returns the address of a kernel's dynamic shared memory.
- * The emulator, in which tests run kernels on the CPU, replaces this file
+/* Two functions: one launches a kernel, the other returns the address of a kernel's dynamic
+ * shared memory. The emulator, in which tests run kernels on the CPU, replaces this file
  * (tests/emulator/include). */
 #ifndef EPIC_LAUNCH_CUH
 #define EPIC_LAUNCH_CUH

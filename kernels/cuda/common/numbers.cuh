@@ -18,7 +18,7 @@ __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64
     return ((const float *)p)[i];
 }
 
-/* Rounds x to the type and stores it as element i of the array p. `type`: as in
+/* Rounds x to the element type and stores it as element i of the array p. `type`: as in
  * load_number(). */
 __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, float x)
 {

@@ -59,9 +59,9 @@ __device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, u
                  : "memory");
 }
 
-/* A fence between this rank and all other ranks (acq_rel.sys). All ranks see the stores before
- * the fence, of this thread and of earlier kernels, before they see this thread's stores after
- * the fence. Loads after the fence do not read older values than loads before it. */
+/* A fence between this rank and all other ranks (acq_rel.sys). A rank that sees a store of this
+ * thread after the fence also sees all stores before the fence, of this thread and of earlier
+ * kernels. Loads after the fence do not read older values than loads before the fence. */
 __device__ __forceinline__ void fence_system()
 {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
