@@ -46,9 +46,9 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
 epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
 
-/* Sums like epic_allreduce_sum. The op header of the sum is a copy of `about` in which only the
- * elements for the sum are replaced, so the ranks also compare the other elements of
- * about->common. */
+/* Sums like epic_allreduce_sum. The ranks compare `common` of their op headers. The op header
+ * of this sum is a copy of `about` in which the elements that describe the sum are replaced. So
+ * the ranks also compare all other elements of about->common. */
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
                                  const epic_op_header *about);
 

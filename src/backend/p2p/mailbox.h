@@ -26,9 +26,9 @@ void p2p_mailbox_send(epic_group *group, int to, const void *message, size_t byt
 bool p2p_mailbox_receive(epic_group *group, int *from, void *message, size_t bytes,
                          uint32_t ms);
 
-/* Publishes to the members that this rank has entered the generation group->generation. Waits
- * until all members have entered it, or until a member has closed its context or died. Errors:
- * EPIC_ETIMEOUT, EPIC_EDEVICE. */
+/* Announces to all members: this rank has entered generation group->generation. Then waits
+ * until all members have entered this generation, or until a member has closed its context or
+ * died. Errors: EPIC_ETIMEOUT, EPIC_EDEVICE. */
 epic_result p2p_mailbox_wait_members(epic_group *group);
 
 /* Returns whether the rank on this seat has closed its context or its process has ended. Reads

@@ -55,7 +55,8 @@ typedef struct shared_peer_counters {
     _Alignas(64) _Atomic int64_t broadcast_dropped;
     /* how many entries of the owner's ring to this peer the peer has dropped */
     _Atomic int64_t dropped;
-    /* the `version` of the owner's op slot for the exchange that the peer has finished last */
+    /* the last exchange that the peer has finished, given as the value that `version` of the
+     * owner's op slot had during this exchange */
     _Atomic uint64_t done;
     /* how many entries the owner has sent through its ring to the peer */
     _Alignas(64) _Atomic int64_t sent;
