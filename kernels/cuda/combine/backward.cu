@@ -20,7 +20,8 @@
  *            i - 2 * lag of every rank.
  *
  * A piece has 1024 elements and is one block of a dot product. The warp that has computed a
- * block stores it to `parts`, memory of this rank. Another warp later adds the blocks in order.
+ * block's product stores it to `parts`, an array in the heap of this rank. Later another warp
+ * adds the products of all blocks in order.
  *
  * Memory order: each word of a row in staging, and each block in `parts`, is its own flag. It
  * is poison (the mark of a word that has not arrived) until it is stored, and the warp that

@@ -2,8 +2,8 @@
 /* Code that both variants of combine_backward (backward_stream.cuh and backward_plain.cuh) use.
  * d_out is the gradient of combine's output: one row per token. The gradient of a slot's weight
  * is the dot product of the token's row of d_out and the slot's row in `rows`. A warp computes
- * this product for one block of 1024 elements (one piece) and stores the result in `parts`,
- * memory of this rank. Later another warp adds the blocks.
+ * this product for one block of 1024 elements (one piece) and stores the result in `parts`, an
+ * array in the heap of this rank. Later another warp adds the results of all blocks.
  *
  * A *choice* is a token and one of its top_k experts. "The n-th choice on this rank" is the
  * n-th (from 0, in ascending order of k) of those choices of a token whose experts are on this
@@ -28,8 +28,8 @@ __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank
            ((int64_t)token * m.top_k + n) * m.shape.pieces;
 }
 
-/* Returns the n-th slot on this rank of a token of `rank`. Returns -1 if there is no such slot,
- * or if the token belongs to an earlier round. */
+/* Returns the n-th slot that a token of `rank` has on this rank. Returns -1 if there is no such
+ * slot, or if the token belongs to an earlier round. */
 __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, int32_t token,
                                              int n)
 {
@@ -120,11 +120,12 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Finishes the dot products (gradients of weights) of a token of every rank. A dot product has
- * one part for each block of 1024 elements; the warp that received the block has stored it in
- * `parts`. For each slot of these tokens, one lane waits for the parts, adds them in ascending
- * order, and stores the sum to d_slot_weights. Then it overwrites the parts with poison for the
- * next use. Called by a whole warp. Returns false if the group has failed. */
+/* Finishes the dot products (gradients of weights) for token `token` of every rank. A dot
+ * product has one part for each block of 1024 elements. The warp that received the block has
+ * stored this part in `parts`. For each slot of these tokens, one lane waits for the parts,
+ * adds them in ascending order, and stores the sum to d_slot_weights. Then it overwrites the
+ * parts with poison for the next use. Called by a whole warp. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;
@@ -179,8 +180,8 @@ __device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backwa
 }
 
 /* Quantizes weight * x, and stores it as piece `number` of the row of a slot. Each lane
- * computes the scale of one block of elements. `largest`: bits of the largest absolute value of
- * x in this lane's block (find_largest()). Called by a whole warp. */
+ * computes the scale of one block of elements. `largest`: the maximum absolute value of x in
+ * this lane's block, as the bits of a float (find_largest()). Called by a whole warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void
 store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float weight,
@@ -266,9 +267,9 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
 }
 
 /* Returns the role of a unit, which selects its work. 0: send a token of this rank. n > 0:
- * receive a token of source n (rank_of_role()). -n (only with relays): forward rows that come
- * from another host to ranks of this host; the index of the other host is (this host's index +
- * n) modulo the number of hosts. */
+ * receive a token of the rank that is n above this rank (rank_of_role()). -n (only with
+ * relays): forward rows from another host to ranks of this host. The index of the other host is
+ * (this host's index + n) modulo the number of hosts. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
     if (!HOSTS) return walk.role;
@@ -309,7 +310,8 @@ __device__ __forceinline__ RankMask choose_routes(const BackwardMove &m, const U
 
 /* With relays: forwards the pieces [first, first + count) of a token's row to those ranks of
  * this host that need them. The row comes from this rank's mate on another host. `hosts`: the
- * value n of role_of(). Called by a whole warp. Returns false if the group has failed. */
+ * distance n to the other host that role_of() describes. Called by a whole warp. Returns false
+ * if the group has failed. */
 template <int V>
 static __device__ __noinline__ bool
 forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int first, int count)

@@ -7,10 +7,11 @@
 
 #include "cuda/combine/backward.cuh"
 
-/* Receives a piece of d_out of one token. For each of the token's slots on this rank, stores
- * the piece of d_rows and computes one block of the dot product. `source`: index of the token's
- * rank, counted from the next higher rank, modulo num_ranks. `slot`: this lane's slot, or -1.
- * Called by a whole warp. Returns false if the group has failed. */
+/* Receives one piece of a token's row of d_out. For each slot that the token has on this rank,
+ * stores the same piece of the slot's row of d_rows, and computes one block of the slot's dot
+ * product. `source`: the token belongs to the rank that is source + 1 above this rank, modulo
+ * num_ranks. `slot`: this lane's slot, or -1. Called by a whole warp. Returns false if the
+ * group has failed. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t token, int piece,
                                               int source, int32_t slot)

@@ -67,9 +67,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
     typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    /* DOTS: number of dot products for which `sums` has space. When it is full, the sums of the
-     * lanes are added. PITCH: distance in floats between two rows of `sums`. It is greater than
-     * WARP to avoid bank conflicts. */
+    /* DOTS: number of dot products for which `sums` has space. When `sums` is full, add_dots()
+     * adds the sums of the lanes. PITCH: distance in floats between two rows of `sums`. It is
+     * greater than WARP to avoid bank conflicts. */
     static constexpr int DOTS = 8, PITCH = WARP + 4;
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
     static constexpr int WARP_BYTES = round_up_to_lines(SUMS + DOTS * PITCH * 4);
@@ -227,9 +227,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
                 store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
-    /* Computes block `piece` of the dot products of some slots of the unit: slots `first` to
-     * first + count - 1. Lane i adds the values of all lanes in `sums` for slot first + i, and
-     * stores the result to `parts` (dot_part_of()). Called by a whole warp. */
+    /* For each of the unit's slots `first` to first + count - 1, computes block `piece` of the
+     * slot's dot product. Lane i adds the values that all lanes have stored in `sums` for slot
+     * first + i, and stores the result to `parts` (dot_part_of()). Called by a whole warp. */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
     {
         __syncwarp();

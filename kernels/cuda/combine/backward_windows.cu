@@ -16,9 +16,10 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/dispatch/list_rows.cuh"
 
-/* Copies the rows of d_out of this rank's tokens. A remote team copies them to peers, a local
- * team to slots of this rank. Multiplies them by 1, so that NaNs get the same bits as in
- * backward.cu. Called by all threads of the CTAs of a team. */
+/* Copies the rows of d_out of this rank's tokens. A team is all remote CTAs or all local CTAs.
+ * The remote team copies rows to peers, the local team to slots of this rank. Multiplies them
+ * by 1, so that NaNs get the same bits as in backward.cu. Called by all threads of the CTAs of
+ * a team. */
 template <class ROW>
 static __device__ __noinline__ void copy_gradients(const BackwardMove &m, const WindowState &w,
                                                    RowList<Dot<ROW>::BLOCK> &list,
@@ -78,7 +79,8 @@ __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
         stride.set_strides(job.total_warps, num_roles(self),
                            (shape.pieces + job.span - 1) / job.span);
     }
-    /* The second warp permits the stores while the first warp reads the plan. */
+    /* While the first warp reads the plan, the second warp permits all peers to store into this
+     * rank's window. */
     if (is_last_cta() && threadIdx.x / WARP == 1)
         permit_stores(self, job.d_rows_place, job.num_rows, 0);
     read_plan(plan, job.plan, job.plan_bytes, self, job.num_tokens);
@@ -120,8 +122,8 @@ extern "C" cudaError_t p2p_launch_backward_windows(const p2p_combine_backward_jo
     p2p_combine_backward_job copy = *job;
     copy.num_remote_ctas = count_remote_ctas(num_sms);
     deal_units(copy, num_sms, block, num_roles(job->self), is_f32 ? Dot<F32>::V : Dot<Bf16>::V);
-    /* The lag is above 0, so each rank sends a token's row before it waits for rows of this
-     * token. */
+    /* The lag is above 0. So each rank sends its row of token t before it waits for rows of
+     * token t from other ranks. */
     copy.lag = 32 + 16 * copy.span;
     return launch_kernel(kernel, num_sms, block, 0, stream, copy);
 }

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Code that both variants of combine (stream.cuh and plain.cuh) use: the type of partial sums,
- * and the state of a round. A partial sum is the sum of one rank's rows for one token. A warp
- * works on one piece of one token's row at a time (a unit). combine.cu explains the two lists
- * of units: "expert units" compute partial sums for peers' tokens, and "source units" compute
- * the results of this rank's tokens. */
+ * and the state of a round. A partial sum is the sum of one rank's rows for one token. A *unit*
+ * is the work that a warp does at a time: one piece of one token's row. combine.cu explains the
+ * two lists of units: "expert units" compute partial sums for peers' tokens, and "source units"
+ * compute the results of this rank's tokens. */
 #ifndef EPIC_COMBINE_CUH
 #define EPIC_COMBINE_CUH
 
@@ -50,8 +50,8 @@ template <class ROW> __device__ __forceinline__ void add_nodes(uint4 &a, const u
 }
 
 #if defined(__NVCC__)
-/* Adds the eight 16-bit elements of b to those of a, and rounds the sums. PAIR: the type of two
- * elements. */
+/* Adds each of the eight 16-bit elements of `b` to the element of `a` at the same position, and
+ * rounds the sums. PAIR: the vector type that contains two elements. */
 template <class PAIR> __device__ __forceinline__ void add_pairs(uint4 &a, const uint4 &b)
 {
     uint32_t x[4] = {a.x, a.y, a.z, a.w};
@@ -88,7 +88,7 @@ struct CombineState {
     uint64_t policy;     /* result of policy_once(), for rows that are read or written once */
     int32_t round_begin; /* the first token of the running round */
     int32_t top_k;
-    /* only in backend `hosts`: the value of adds_by_host() */
+    /* only in backend `hosts`: the result of adds_by_host() */
     __extension__ bool adds_by_host[HOSTS];
 };
 
@@ -111,8 +111,9 @@ __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, in
     return slot;
 }
 
-/* Returns the rank to which a choice of this rank's token goes. Lane k gets the rank of choice
- * k (with chunk 1: choice 32 + k), or -1 if this choice does not exist or goes to no rank. */
+/* Returns the rank to which a choice of `token`, a token of this rank, goes. Lane k gets the
+ * rank for choice k (with chunk 1: for choice 32 + k). Lane k gets -1 if this choice does not
+ * exist or goes to no rank. */
 __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
                                                   int chunk)
 {
@@ -125,8 +126,9 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
 
 /* Returns the peer to which an expert unit sends. `role` is the index of this peer: role 0 is
  * the next higher rank, role 1 is the rank after it, and so on, modulo num_ranks. Exception: if
- * adds_by_host() is true, the mates of this rank (the ranks with its index on other hosts) come
- * last, because their units wait for other ranks. */
+ * adds_by_host() is true, the mates of this rank have the highest roles, because a unit that
+ * sends to a mate waits for other ranks. A mate is the rank of another host that has the same
+ * index in its host as this rank. */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
     const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;

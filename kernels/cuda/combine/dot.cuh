@@ -8,9 +8,9 @@
 
 #include "cuda/common/rows.cuh"
 
-/* The eight accumulators of one lane for one block of 1024 elements. The CPU code has
- * accumulators 0 to 255 per block. Lane L of the warp has eight of them, so the GPU adds in the
- * same order:
+/* The eight accumulators of one lane for one block of 1024 elements. The CPU code has 256
+ * accumulators per block. So that the GPU adds in the same order, lane L of the warp has the
+ * eight accumulators with these indices:
  *
  *   16-bit elements   8 * L to 8 * L + 7
  *   float32 elements  4 * L to 4 * L + 3, and 128 + 4 * L to 128 + 4 * L + 3
@@ -75,8 +75,8 @@ template <> struct Dot<F32> {
     }
 };
 
-/* Returns the dot product of a block: the sum over all lanes of `s`, the result of lane_sum().
- * Called by a whole warp. */
+/* Returns the dot product of a block: the sum of the values `s` of all lanes. `s`: this lane's
+ * result of lane_sum(). Called by a whole warp. */
 template <class ROW> __device__ __forceinline__ float add_lanes(float s)
 {
 #pragma unroll
@@ -90,8 +90,8 @@ __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-/* Like add_lanes() above, but one lane computes the sum. `lanes`: the results of lane_sum() of
- * all lanes, in shared memory. */
+/* Like add_lanes() above, but one lane computes the sum alone. `lanes`: array in shared memory
+ * with the result of lane_sum() of each lane. */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
     const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));

@@ -4,7 +4,7 @@
  * the tokens' ranks. The kernels of combine cannot do this, because in a FLAT plan each row has
  * top_k floats.
  *
- *   slot_floats    [num_rows, top_k]    input: one per choice of the row's token on this rank
+ *   slot_floats    [num_rows, top_k] input: one per choice of the row's token on this rank
  *   choice_floats  [num_tokens, top_k]  output: one per choice of this rank's tokens
  *
  * All warps of all CTAs do the same work. If there are W warps, warp w handles tokens w, w + W,
@@ -64,10 +64,11 @@ static __device__ void send_floats(const FlatFloats &f, int rank, int source, in
     post_put_floats(f.op, rank, to, count);
 }
 
-/* Receives the floats of up to 32 choices of this rank's token, one choice per lane, and stores
- * them to choice_floats. `chunk`: 0 for the first 32 choices, 1 for the other choices. `rank`:
- * the rank of this lane's choice. `rank_before`: if chunk is 1, the rank of the lane's choice
- * in chunk 0. Called by a whole warp. Returns false if the group has failed. */
+/* Receives the floats for up to 32 choices of `token`, a token of this rank, one choice per
+ * lane, and stores them to choice_floats. `chunk`: 0 for the first 32 choices, 1 for the other
+ * choices. `rank`: the rank to which this lane's choice goes. `rank_before`: if chunk is 1, the
+ * rank to which this lane's choice of chunk 0 goes. Called by a whole warp. Returns false if
+ * the group has failed. */
 static __device__ bool receive_chunk(const FlatFloats &f, int32_t token, int chunk,
                                      int32_t rank, int32_t rank_before)
 {
@@ -123,9 +124,10 @@ static __device__ bool move_floats(const FlatFloats &f)
     return true;
 }
 
-/* Returns true if every rank's receive buffer has at least as many rows as the plan has slots
- * on that rank, according to the announced sizes. Reports no error, because the first operation
- * of dispatch_backward has already reported it. Called by the CTA that finishes last. */
+/* Returns true if slot_floats of every rank has at least as many rows as the plan has slots on
+ * that rank. Reads the numbers of rows that the ranks have announced. Reports no error, because
+ * the first operation of dispatch_backward has already reported it. Called by the CTA that
+ * finishes last. */
 static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
                                         const device_plan_header &h)
 {

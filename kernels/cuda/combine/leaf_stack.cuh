@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A LeafStack adds partial sums in the order of a binary tree, for any number of leaves. The
- * kernels of combine use it for the leaves of one rank and for the partial sums of many ranks.
- * A *node* is the sum of all leaves below one node of the tree, packed into vectors of type
- * PART. */
+ * kernels of combine use it in two cases. Either a leaf is a block of experts on one rank, or a
+ * leaf is a rank. A *node* is the partial sum of all leaves of one subtree, packed into vectors
+ * of type PART. */
 #ifndef EPIC_LEAF_STACK_CUH
 #define EPIC_LEAF_STACK_CUH
 
@@ -11,9 +11,9 @@
 /* maximum number of nodes on the stack of a LeafStack: one more than the tree has levels */
 #define LEAF_LEVELS (MANY_RANKS ? 10 : 8)
 
-/* For each node of a LeafStack, the index of one leaf below it. In libraries without
- * MANY_RANKS, the index is one byte of a 64-bit word, and the functions are macros for the
- * reason in ranks.cuh. */
+/* Contains, for each node on the stack of a LeafStack, the index of one leaf below this node.
+ * Without MANY_RANKS, an index is one byte of a 64-bit word. Then leaf_number() and
+ * set_leaf_number() are macros (ranks.cuh gives the reason). */
 #if MANY_RANKS
 struct LeafNumbers {
     uint16_t numbers[LEAF_LEVELS];
@@ -41,22 +41,23 @@ __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
 }
 
 /* Adds partial sums in the order of a binary tree. The caller pushes one node for each leaf
- * that has a partial sum, in ascending order of leaves. A node whose right sibling is not
- * complete stays on the stack, in shared memory. leaf_at[i] is a leaf below node i of the
- * stack, which shows where the node is in the tree. `depth`: number of nodes on the stack. P:
- * number of 16-byte vectors of a node in each lane. */
+ * that has a partial sum, in ascending order of leaves. A node stays on the stack, in shared
+ * memory, until its right sibling is complete. leaf_at[i] is the index of a leaf below node i
+ * of the stack. It shows where node i is in the tree. `depth`: number of nodes on the stack. P:
+ * number of 16-byte vectors that each lane has of a node. */
 template <class ROW, class PART> struct LeafStack {
     static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;
     LeafNumbers leaf_at;
     int depth;
 
-    /* Returns the address in shared memory of this lane's vector p of node i of the stack. */
+    /* Node i of the stack has P vectors in each lane. Returns the shared-memory address of this
+     * lane's vector p. */
     __device__ __forceinline__ uint4 *vector_at(int i, int p) const
     {
         return memory + (i * P + p) * WARP + lane_id();
     }
-    /* Returns the leaf that is stored for node i of the stack. */
+    /* Returns leaf_at[i]. */
     __device__ __forceinline__ uint32_t leaf_of_level(int i) const
     {
         return leaf_number(leaf_at, i);
@@ -75,9 +76,10 @@ template <class ROW, class PART> struct LeafStack {
 #pragma unroll
         for (int p = 0; p < P; p++) *vector_at(depth - 1, p) = a[p];
     }
-    /* Pushes the node of leaf `new_leaf`. Before this, adds the two top nodes of the stack as
-     * long as their smallest common subtree does not contain the new leaf. Such a subtree is
-     * complete, because leaves come in ascending order. */
+    /* Pushes `node`, the partial sum of leaf `new_leaf`. First merges the two top nodes of the
+     * stack, as long as the smallest subtree that contains both nodes does not contain the new
+     * leaf. No later leaf can be in this subtree, because leaves are pushed in ascending
+     * order. */
     __device__ __forceinline__ void push_node(const uint4 *node, uint32_t new_leaf)
     {
         while (depth >= 2 &&

@@ -41,9 +41,10 @@ __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int ra
 /* ---------------------------------------------------------------------------- partials ---- */
 
 /* Adds weight * row to acc for COUNT rows. Each lane adds its vectors of the piece that begins
- * at `vector`. The rows are the slots of the lowest COUNT lanes of the bit mask `lanes`; these
- * lanes are removed from the mask. `slot`, `weight`: the slot and weight of this lane. Loads
- * all rows before it adds them, so that the loads overlap. Called by a whole warp. */
+ * at `vector`. The rows are in the slots of the COUNT lowest lanes in the bit mask `lanes`.
+ * Removes these lanes from the mask. `slot`, `weight`: this lane's slot, and the weight of this
+ * slot. Loads all rows before it adds them, so that the loads overlap. Called by a whole
+ * warp. */
 template <class ROW, int V, int COUNT>
 __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][ROW::N],
                                          uint32_t &lanes, int32_t slot, float weight,
@@ -103,10 +104,10 @@ __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>:
 }
 
 /* Sets `node` to this rank's partial sum for a token of `rank`, for the piece that begins at
- * `vector`. This is the sum of weight * row over the token's slots on this rank, in ascending
- * order of k. `slot`: in lane n, the token's n-th slot on this rank, or -1; slots after the
- * first 32 are read from the plan. Returns false if the token has no slot on this rank. Called
- * by a whole warp. */
+ * `vector`. The partial sum is the sum of weight * row over the token's slots on this rank, in
+ * ascending order of k. `slot`: in lane n, the token's n-th slot on this rank, or -1. The
+ * function reads slots after the first 32 from the plan. Returns false if the token has no slot
+ * on this rank. Called by a whole warp. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
@@ -187,9 +188,9 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 
 /* ------------------------------------------------------------------ floats that return ---- */
 
-/* Only in dispatch_backward: sends to `rank` the floats of one of its tokens. They are in
- * slot_floats, one for each choice of the token that goes to this rank. `to`: this rank's array
- * of floats in the heap of `rank`. Called by a whole warp. */
+/* Only in dispatch_backward: sends to `rank` the floats of one of its tokens. slot_floats has
+ * one float for each choice of the token that goes to this rank. `to`: the array in the heap of
+ * `rank` for floats from this rank. Called by a whole warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
@@ -216,7 +217,7 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
     const device_plan_layout at = device_plan_layout_of(self.num_ranks, self.max_tokens,
                                                         c.plan.header.num_experts, c.top_k);
     const int32_t *fate = (const int32_t *)(c.job.plan + at.fate);
-    int32_t last = -1; /* rank of the choice that this lane had among the previous 32 choices */
+    int32_t last = -1; /* rank to which this lane's choice of the previous chunk goes */
     for (int chunk = 0; chunk * WARP < c.top_k; chunk++) {
         const int32_t rank = rank_of_choice(c, token, chunk);
         const int64_t choice = (int64_t)token * c.top_k + chunk * WARP + lane_id();
@@ -260,8 +261,9 @@ struct Unit {
     int32_t ranks;
 };
 
-/* Sets `node` to this rank's partial sum for the piece of a unit. `rank`: the rank of the
- * token. Returns false if the token has no slot on this rank. */
+/* Sets `node` to one piece of this rank's partial sum: the piece that unit `u` works on.
+ * `rank`: the rank to which the unit's token belongs. Returns false if the token has no slot on
+ * this rank. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, int rank,
                                          uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS])
@@ -294,9 +296,9 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
         if (adds_by_host(c) && is_remote(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
     if (!has_partial) return true;
-    /* Index of this rank among the peer's sources. The index of rank r among the sources of
-     * rank s is (r - s - 1) modulo num_ranks. In backend p2p, u.role is the peer's index among
-     * the sources of this rank. This index and `source` add up to num_ranks - 2. */
+    /* Index of this rank among the peer's sources. Among the sources of rank s, rank r has
+     * index (r - s - 1) modulo num_ranks. In backend p2p, u.role is the peer's index among this
+     * rank's sources. The sum of u.role and `source` is always num_ranks - 2. */
     const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =
@@ -315,11 +317,11 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     return true;
 }
 
-/* Receives the partial sums of the four ranks from `position` on in the sum order. If
- * has_node[i] is true, the rank at position + i sends a partial sum, which is read into q[i].
- * If this rank is one of the four, the caller has already stored its partial sum in q.
- * Afterwards, stores poison to the staging for the next use. Called by a whole warp. Returns
- * false if the group has failed. */
+/* Receives the partial sums of the ranks at positions `position` to position + 3 of the sum
+ * order. If has_node[i] is true, the rank at position + i sends a partial sum, and the function
+ * reads it into q[i]. If this rank is one of these four ranks, the caller has already stored
+ * this rank's partial sum in q. After reading, stores poison to the staging for the next use.
+ * Called by a whole warp. Returns false if the group has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_node)[4],
@@ -511,8 +513,7 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
 {
     const p2p_self &self = c.job.self;
     const int peers = self.num_ranks - 1;
-    /* positions in the two lists of units: the next expert unit and the next source unit to
-     * load */
+    /* the next unit to load from the list of expert units, and from the list of source units */
     UnitWalk expert_walk(c.expert), source_walk(c.source);
     const int32_t expert_end = peers ? end : c.round_begin;
     const int32_t source_end = min(end, c.job.num_tokens);

@@ -3,10 +3,10 @@
  * rank sends its own partial sum over the network. With relays, one rank of each host adds the
  * partial sums of its host, and sends only this sum over the network.
  *
- * The rank that adds is the *mate* of the token's home rank: the rank that has the same index
- * in its host as the home rank has in its own (net/relay.cuh). The ranks of a host are a
- * subtree of the sum tree, so adding their partial sums first does not change the result. A
- * *node* is a partial sum in this tree.
+ * The rank that adds is called the *mate* of the token's home rank (net/relay.cuh). If the home
+ * rank is the i-th rank of its host, the mate is the i-th rank of this host. The ranks of a
+ * host are a subtree of the sum tree, so adding their partial sums first does not change the
+ * result. A *node* is a partial sum in this tree.
  *
  *   other ranks of the host  store the word *wants* to the mate's heap: 1 if the rank has a
  *                            partial sum for the token, otherwise 0. If it is 1, they also
@@ -15,15 +15,15 @@
  *                            waits for the partial sum. Adds the partial sums in tree order,
  *                            and puts the sum to the token's home rank.
  *
- * Ranks cannot wait for each other in a circle. While partial sums are sent (expert units,
- * combine.cu), only the mate waits, and only for ranks that wait for nothing. For each token
- * index, the units in which this rank is the mate are the last ones in the list of units, so
- * this rank sends its other partial sums first. */
+ * Ranks cannot wait for each other in a circle. In the units that send partial sums (expert
+ * units, combine.cu), only the mate waits, and only for partial sums that other ranks send
+ * without waiting. Among the units of one token index, those in which a rank is the mate come
+ * last. So each rank sends its other partial sums of this token index before it waits. */
 #ifndef EPIC_COMBINE_RELAY_CUH
 #define EPIC_COMBINE_RELAY_CUH
 
-/* Returns the address of this lane's first vector of a partial sum in `box`, the staging from
- * one rank to another. `u`: selects the token and the piece. */
+/* Returns the address in `box` of this lane's first vector of a partial sum. `box`: the staging
+ * for rows from one rank to another. `u`: the unit, which selects the token and the piece. */
 template <int P>
 __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit &u,
                                                uint8_t *box)
@@ -67,10 +67,9 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
     return ok;
 }
 
-/* Sends this rank's partial sum (`node`) for a token of `rank` to the mate: the rank of this
- * host that has the index of `rank`. The unit of piece 0 also sends has_partial as the word
- * *wants*, which shows the mate whether a partial sum follows. Called on ranks that are not the
- * mate. */
+/* Sends this rank's partial sum (`node`) for a token of `rank` to the mate of `rank` on this
+ * host. The unit of piece 0 also sends has_partial as the word *wants*, which shows the mate
+ * whether a partial sum follows. Called on ranks that are not the mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
                                           bool has_partial, const uint4 (&node)[P])
@@ -84,10 +83,11 @@ __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, 
     if (has_partial) store_node<P>(c, u, box_address(self, c.op, heap, to, box_owner), node);
 }
 
-/* Called on the mate of the home rank `rank`: adds the partial sums of all ranks of this host
- * in the order of the sum tree. On entry, has_partial is true if this rank has a partial sum,
- * which is in `node`. On return, has_partial is true if any rank of the host has a partial sum,
- * and `node` is the sum of them. Returns false if the group has failed. */
+/* Called if this rank is the mate of the token's home rank, `rank`. Adds the partial sums of
+ * all ranks of this host in the order of the sum tree. On entry, has_partial is true if this
+ * rank has a partial sum, which is in `node`. On return, has_partial is true if any rank of the
+ * host has a partial sum, and `node` is the sum of these partial sums. Returns false if the
+ * group has failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool
 add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_partial,

@@ -86,18 +86,17 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     const CombineState &c;
     Entry *entries;
     Pieces ring;
-    /* positions in the two lists of units: the next expert unit and the next source unit to
-     * begin */
+    /* the next unit to begin in the list of expert units, and in the list of source units */
     UnitWalk expert_walk, source_walk;
     /* Words of the next units, loaded early because a load takes long. expert_slot,
      * source_slot: lane n has the n-th slot of the unit's token. source_rank: lane n has the
-     * rank of choice n. */
+     * rank to which choice n goes. */
     int32_t expert_slot, source_slot, source_rank;
     /* The round ends before these tokens: expert units have tokens below expert_end, and source
      * units have tokens below source_end. */
     int32_t expert_end, source_end;
-    /* in lane p: the rank at position p of the sum order; -1 if there is none, or if it is this
-     * rank */
+    /* In lane p: the rank at position p of the sum order. -1 if the order has no position p, or
+     * if the rank is this rank. */
     int32_t position_rank;
     const Slot *slot; /* the slot whose row is copied next */
     /* this lane's address in row 0 of job.rows, at the current piece; for row i, add
@@ -106,9 +105,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     /* The unit whose pieces are being copied to the ring. vector: index in the row of the first
      * vector of the unit's piece. */
     int32_t token, vector;
-    int32_t slots = 0; /* number of rows on this rank that are left to copy for that unit */
-    /* bit mask of the partial sums that are left to copy: bit p stands for the rank at position
-     * p of the sum order */
+    int32_t slots = 0; /* number of rows on this rank that must still be copied for this unit */
+    /* bit mask of the partial sums that must still be copied for this unit: bit p stands for
+     * the rank at position p of the sum order */
     uint32_t positions = 0;
     /* the leaves on this rank; only with LEAVES */
     __extension__ const LeafSlots *leaf_slots[LEAVES];
@@ -160,14 +159,15 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         for (int i = 1; i < P2P_STREAM_LEAVES; i++) leaf += its_slot >= at.begin[i];
         const uint32_t same = __match_any_sync(ALL_LANES, has_slot ? leaf : -1);
         const uint32_t present = __reduce_or_sync(ALL_LANES, has_slot ? 1u << leaf : 0);
-        /* Byte i of `low` or i - 4 of `high`: the number of slots in the leaves 0 to i. */
+        /* Byte i of `low` (i < 4) or byte i - 4 of `high` (i >= 4) becomes the number of slots
+         * in the leaves 0 to i. */
         const uint32_t one = has_slot ? 1u << leaf % 4 * 8 : 0, all_bytes = 0x01010101u;
         const uint32_t low = __reduce_add_sync(ALL_LANES, leaf < 4 ? one : 0) * all_bytes;
         const uint32_t high =
             (__reduce_add_sync(ALL_LANES, leaf < 4 ? 0 : one) + (low >> 24)) * all_bytes;
         const int end = (int)((leaf < 4 ? low : high) >> leaf % 4 * 8 & 255);
         const int place = has_slot ? end - __popc(same & ~lanes_below()) : 0;
-        /* the slot is the last one of its leaf */
+        /* true if the slot is the last slot of its leaf */
         const bool is_last = has_slot && same >> lane_id() == 1;
         const uint32_t ends = __reduce_or_sync(ALL_LANES, is_last ? 1u << place : 0);
         entry.places[lane_id()] = (uint8_t)place;
@@ -178,9 +178,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         return place;
     }
     /* Begins a unit: stores its data in `entry`, and starts to copy one float per slot to
-     * shared memory. The float is the slot's weight or, if there are no weights, its element of
-     * slot_floats. its_slot: this lane's slot. its_positions: value of Entry.positions. Called
-     * by a whole warp. */
+     * shared memory. The float is the slot's weight or, if there are no weights, the slot's
+     * element of slot_floats. its_slot: this lane's slot. its_positions: the value to store in
+     * entry.positions. Called by a whole warp. */
     __device__ __forceinline__ void fill_entry(Entry &entry, int32_t of_token, int role,
                                                int piece, int32_t its_slot,
                                                uint32_t its_positions)
@@ -284,7 +284,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
 #pragma unroll
         for (int v = 0; v < V; v++) to[v] = ROW::pack_floats(sums[v]);
     }
-    /* Only with LEAVES: sets `node` to the sum of its left sibling and of `node`. */
+    /* Only with LEAVES: adds `node` to `sibling`, its left sibling in the tree, and stores the
+     * sum in `node`. */
     static __device__ __forceinline__ void add_sibling(const uint4 (&sibling)[V],
                                                        uint4 (&node)[V])
     {
@@ -295,14 +296,14 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             node[v] = sum;
         }
     }
-    /* Only with LEAVES: adds a leaf to the tree. `leaf`: its index. acc: the sums of its rows.
-     * `left`: bit mask of the leaves that are added later. In the smallest subtree that
-     * contains this leaf and the next one, this leaf is in the left child, a node at level
-     * `level`. After this leaf, that node is complete. So the function computes it: it adds to
-     * this leaf all nodes that wait at lower levels. The new node then waits until its sibling
-     * is complete. At most one node of each level waits. Bit l of has_waiting is 1 if a node of
-     * level l waits: in `node` if l is 0, else in waiting[l - 1]. After the last leaf, `node`
-     * is the sum of all leaves. */
+    /* Only with LEAVES: adds the leaf with index `leaf` to the tree. acc: the sum of the leaf's
+     * rows. `left`: bit mask of the leaves that are added later. Take the smallest subtree that
+     * contains this leaf and the next leaf. Its left child is a node at level `level`, and this
+     * leaf is the last leaf below this node. So the function computes the node: the sum of this
+     * leaf and of all nodes that wait at levels below `level`. The node then waits until its
+     * right sibling is complete. At most one node of each level waits. Bit l of has_waiting is
+     * 1 if a node of level l waits: in `node` if l is 0, else in waiting[l - 1]. After the last
+     * leaf, `node` is the sum of all leaves. */
     static __device__ __forceinline__ void add_leaf(const float (&acc)[V][ROW::N],
                                                     uint4 (&node)[V],
                                                     uint4 (&waiting)[TREE_LEVELS - 1][V],
@@ -324,8 +325,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
 #pragma unroll
         for (int v = 0; v < V; v++) node[v] = child[v];
     }
-    /* Adds weight * q to the sums. q: a piece of the row in the unit's slot i. IS_FIRST: sets
-     * the sums instead, which saves the instructions that would clear them. */
+    /* Adds weight * q to the sums in acc. q: a piece of the row in the unit's slot i. If
+     * IS_FIRST is true, sets the sums to weight * q, so that no instructions are needed to
+     * clear them before. */
     template <bool IS_FIRST>
     static __device__ __forceinline__ void add_row(const Entry &u, bool with_weights, int i,
                                                    const uint4 (&q)[V], float (&acc)[V][ROW::N])
@@ -478,7 +480,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         for (int v = 0; v < V; v++) out[v] = ROW::pack_floats(total[v]);
         return true;
     }
-    /* Returns the index in u.slots of the slot of the token's n-th choice on this rank. */
+    /* The token's n-th choice on this rank has a slot. Returns the index of this slot in
+     * u.slots. */
     static __device__ __forceinline__ int place_of(const Entry &u, int n)
     {
         if constexpr (LEAVES)
@@ -509,10 +512,11 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         has_a |= has_b;
         has_b = false;
     }
-    /* Sets `out` to the sum of all ranks' partial sums in a binary tree. The leaves of the tree
-     * are the positions of the sum order, at most eight. There are not enough registers for the
-     * whole tree, so the output row contains the sum of positions 0 to 3 while positions 4 to 7
-     * are added. own: the partial sum of this rank. Returns false if the group has failed. */
+    /* Sets `out` to the sum of all ranks' partial sums in a binary tree. The tree has at most
+     * eight leaves: leaf p is the partial sum of the rank at position p of the sum order. There
+     * are not enough registers for the whole tree. So the sum of leaves 0 to 3 is kept in the
+     * output row while leaves 4 to 7 are added. own: the partial sum of this rank. Returns
+     * false if the group has failed. */
     __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
                                              uint4 (&out)[V])
     {

@@ -34,16 +34,18 @@ __device__ __forceinline__ void weigh_row(uint4 (&q)[COUNT], float weight)
     }
 }
 
-/* Returns the slot on this rank of the only choice of a token of `rank`, or -1. */
+/* `token`, a token of `rank`, has only one choice. Returns the slot of this choice if it is on
+ * this rank, otherwise -1. */
 __device__ __forceinline__ int32_t slot_of(const CombineState &c, int rank, int32_t token)
 {
     if (token >= c.plan.header.tokens_of[rank]) return -1;
     return clamp_slot(c, __ldg(c.plan.records + record_index(c.job.self, rank, token, 1)));
 }
 
-/* Lists the rows of items [begin, end). For remote CTAs, item p * most_tokens + t is token t of
- * the p-th peer. For local CTAs, item t is token t of this rank. Remote CTAs also send the
- * gradients of the weights. Called by all threads of a CTA; each thread handles one item. */
+/* Lists the rows of the tokens with the items (running indices) [begin, end). For remote CTAs,
+ * item p * most_tokens + t is token t of the p-th peer. For local CTAs, item t is token t of
+ * this rank. Remote CTAs also send the gradients of the weights. Called by all threads of a
+ * CTA; each thread handles one item. */
 __device__ __forceinline__ void list_rows(const CombineState &c, const WindowState &w,
                                           RowList<BLOCK> &list, bool is_remote, int64_t begin,
                                           int64_t end)
@@ -68,8 +70,9 @@ __device__ __forceinline__ void list_rows(const CombineState &c, const WindowSta
     __syncthreads();
 }
 
-/* Stores the results of all tokens of a team: a remote team's to peers, a local team's to this
- * rank's output. Called by all threads of the team's CTAs. */
+/* Stores the results of all tokens that a team handles. A team is all remote CTAs, which store
+ * results to peers, or all local CTAs, which store results to this rank's output. Called by all
+ * threads of the team's CTAs. */
 template <class ROW>
 static __device__ __noinline__ void copy_results(const CombineState &c, const WindowState &w,
                                                  RowList<BLOCK> &list, const CopyTeam team)
@@ -164,7 +167,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ Stride expert, source;
     __shared__ WindowState windows;
     const p2p_self &self = job.self;
-    /* The second warp permits the stores while the first warp reads the plan. */
+    /* While the first warp reads the plan, the second warp permits all peers to store into this
+     * rank's window. */
     if (is_last_cta() && threadIdx.x / WARP == 1)
         permit_stores(self, job.out_place, job.num_tokens, 0);
     read_plan(plan, job.plan, job.plan_bytes, self, job.num_tokens);
