@@ -12,8 +12,8 @@
  *   job.warps warps per CTA  move units; a unit is one packed row of one token
  *   other warps              idle
  *
- * The units form a list, which is divided into steps. Step i has the units below. job.lag is
- * the number of tokens that are sent before the first token of a peer is received.
+ * All units form one list, and the list is divided into steps. Step i has the units below.
+ * job.lag is the number of tokens that are sent before the first token of a peer is received.
  *
  *   own unit    sends this rank's token i to every peer that needs it, and stores it to its
  *               slots on this rank. So the row is read, or quantized, once.
@@ -24,10 +24,11 @@
  * the lanes that write a buffer call fence_bulk() before the copy engine reads the buffer. A
  * warp writes a buffer again only after wait_bulk_read().
  *
- * Ranks cannot wait for each other in a circle, because a receiving warp waits for a row that
- * its peer sends `lag` steps earlier, and each CTA processes its units in order. While the
- * planner CTAs make the plan, each warp of the other CTAs sends its first token. Then it waits
- * for the record of that token, which contains the token's slots on this rank.
+ * Ranks cannot wait for each other in a circle: a receiving warp waits only for a row that its
+ * peer sends in an earlier step (`lag` steps before), and each CTA processes its units in
+ * order. While the planner CTAs make the plan, each warp of the other CTAs sends its first
+ * token. Then it waits for the record of that token, which contains the token's slots on this
+ * rank.
  *
  * While a warp moves the row of a unit, the row of its next unit is already being copied to
  * another buffer. */
@@ -66,10 +67,11 @@ __device__ __forceinline__ bool has_token(const PackedMove &m, const Unit &unit,
 }
 
 /* Returns the next unit for this warp, and loads the words that the unit needs first. Some
- * units take longer than others, so the warps of a CTA take units one by one from a common
- * counter, *num_taken. The list is divided into sections of gridDim.x units, and each CTA gets
- * one unit of each section. The position of this unit in its section changes from section to
- * section. Otherwise all units of a CTA could be for the same peer. Called by a whole warp. */
+ * units take longer than others. So the warps of a CTA do not have fixed units, but take them
+ * one by one with a common counter, *num_taken. The list is divided into sections of gridDim.x
+ * units, and each CTA gets one unit of each section. A CTA's position in the section changes
+ * from section to section. With a fixed position, all units of a CTA could be for the same
+ * peer. Called by a whole warp. */
 template <bool FLAT>
 __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, int32_t end)
 {
@@ -87,8 +89,8 @@ __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, i
     return unit;
 }
 
-/* Returns true if `record`, the word that take_unit() has loaded, already shows that the token
- * has no row on this rank. */
+/* `record` is the word of a token's record that take_unit() has loaded. Returns true if this
+ * word already shows that the token has no row on this rank. */
 template <bool FLAT>
 __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
 {
@@ -117,10 +119,10 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
 }
 
 /* Receives the weights of the slots of `token`, a token of `rank` or, with layout FLAT, the
- * extras of its row (local experts and weights). `source`: index of `rank` among this rank's
- * sources. `weight` and `extras`: the results of peek_weight() and peek_extras(); waits for the
- * values that had not arrived then. Called by a whole warp. Returns false if the group has
- * failed. */
+ * extras of the token's row (local experts and weights). `source`: index of `rank` among this
+ * rank's sources. `weight` and `extras`: the results of peek_weight() and peek_extras(). If a
+ * value in them had not arrived yet, waits for it. Called by a whole warp. Returns false if the
+ * group has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
                                                 int32_t token, const int32_t (&slot)[2],
@@ -137,8 +139,8 @@ __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, i
 }
 
 /* Stores the packed row in `buffer` to all slots of its token on this rank. `slot`: this lane's
- * slots (find_slots()). The caller must have called fence_buffers(), so that the bulk stores
- * read what the lanes have written. */
+ * slots (find_slots()). Requires that the caller has called fence_buffers() before, so that the
+ * bulk stores read what the lanes have written to the buffer. */
 __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_t (&slot)[2],
                                                uint32_t buffer)
 {
@@ -146,9 +148,10 @@ __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_
     if (m.top_k > WARP) bulk_to_slots(m, slot[1], buffer);
 }
 
-/* Prepares the packed row of this rank's token in `buffer`: quantizes the caller's row into it,
- * or checks the copy that it contains. Returns true if the row has special words, which must be
- * replaced before the row is sent (send_special()). Called by a whole warp. */
+/* Prepares the packed row of this rank's token in `buffer`: quantizes the caller's row into the
+ * buffer, or checks the row that was copied to the buffer. Returns true if the row has special
+ * words. In this case send_special() must send the row, because it replaces these words. Called
+ * by a whole warp. */
 template <class OwnPiece>
 __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t token,
                                                uint32_t buffer)
@@ -164,8 +167,8 @@ __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t toke
 }
 
 /* Sends the packed row of `token`, a token of this rank, to the peers that need it. Then waits
- * for the token's record (its slots on this rank), and stores the row to these slots. `unit`:
- * this warp's work on the row. Called by a whole warp. Returns false if the group has
+ * for the token's record, which contains its slots on this rank, and stores the row to these
+ * slots. `unit`: the unit of this token. Called by a whole warp. Returns false if the group has
  * failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t token,
@@ -191,9 +194,9 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
 }
 
 /* Receives the packed row of `token`, a token of a peer: waits for the row in staging, and
- * stores it to the token's slots on this rank. Then marks the row's place in staging as not
- * written, by storing poison there. `unit`: this warp's work on the row. Called by a whole
- * warp. Returns false if the group has failed. */
+ * stores it to the token's slots on this rank. Then stores poison over the row in staging, so
+ * that the staging can be used again. `unit`: the unit of this token. Called by a whole warp.
+ * Returns false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
                                                const Unit &unit, const BulkBuffers &buffers)
@@ -229,13 +232,15 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
 struct RoundProgress { /* The state of a warp in the running round. */
     int32_t end;       /* the first token after the running round */
     bool has_counts;   /* true: the number of tokens of each rank is known */
-    /* log2 of the number of slabs (one per expert, rounded up) in which this warp also zeroes
-     * padding slots; negative: NOT_KNOWN or NOT_WITH_TOKENS (dispatch.cuh) */
+    /* If it is at least 0, this warp also zeroes padding slots. slab_bits is then log2 of the
+     * number of slabs (one per local expert), rounded up. Negative: NOT_KNOWN or
+     * NOT_WITH_TOKENS (dispatch.cuh). */
     int slab_bits;
 };
 
-/* At the first call, waits until each rank has announced its number of tokens. Before the first
- * call, a warp moves only tokens of this rank. Returns false if the group has failed. */
+/* At the first call, waits until each rank has announced its number of tokens. A warp calls
+ * this function before it moves the first token of a peer. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p)
 {
     if (!p.has_counts && !read_token_counts(m)) return false;
@@ -401,7 +406,7 @@ extern "C" cudaError_t p2p_load_dispatch_bulk(void)
     return load_kernels(kernels, planning > BULK_MEMORY ? planning : BULK_MEMORY);
 }
 
-/* Returns the number of packed rows that fit in the shared memory of a CTA. */
+/* Returns how many buffers (one packed row each) fit in the shared memory of a CTA. */
 static int64_t count_buffers(const p2p_dispatch_job &job)
 {
     const int64_t bytes = p2p_packed_bytes(job.row_bytes, job.scale_bytes);

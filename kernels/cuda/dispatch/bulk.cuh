@@ -21,8 +21,8 @@
 #define BULK_MEMORY (216 << 10) /* dynamic shared memory per CTA, in bytes */
 #define CONSTANT_BYTES 2048     /* size in bytes of each of two arrays: zeros, and poison */
 
-/* The buffers of a warp in shared memory, each for one packed row. The warp uses them in a
- * circle. */
+/* The buffers of a warp in shared memory, each for one packed row. The warp uses its buffers
+ * round-robin. */
 struct BulkBuffers {
     /* first_address: shared-memory address of the warp's first buffer. buffer_bytes: size in
      * bytes of a buffer. */
@@ -53,10 +53,11 @@ struct BulkBuffers {
     {
         return first_address + (uint32_t)buffer * buffer_bytes;
     }
-    /* Waits until bulk stores have read the next buffer, so that the warp may write it again.
-     * The stores of the last num_buffers - 2 units read other buffers, and need not be
-     * finished. Requires that the caller calls end_bulk() exactly once per unit, because
-     * wait_bulk_read() counts these groups of stores. Called by a whole warp. */
+    /* Waits until bulk stores have read the next buffer, so that the warp may write to this
+     * buffer again. The bulk stores of the last num_buffers - 2 units may still be running,
+     * because they read other buffers. Requires that the caller calls end_bulk() exactly once
+     * per unit: end_bulk() closes a group of bulk stores, and wait_bulk_read() counts such
+     * groups. Called by a whole warp. */
     __device__ __forceinline__ void wait_free() const
     {
         if (lane_id() == 0) {
@@ -93,22 +94,24 @@ __device__ __forceinline__ void fence_buffers(void)
 
 /* -------------------------------------------------------------- packed rows in buffers ---- */
 
-/* Starts to copy the row and the scales of `token`, a token of this rank, to the buffer at the
- * shared-memory address `buffer` (also in the functions below). Called by a whole warp. */
+/* Starts to copy the row and the scales of `token`, a token of this rank, to `buffer`. In all
+ * functions below, `buffer` is the shared-memory address of a buffer. Called by a whole
+ * warp. */
 __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uint32_t buffer)
 {
     const p2p_dispatch_job &job = m.job;
     const uint8_t *const row = job.tokens + row_offset(token, m.shape);
-    /* address of the scales, minus 16 * row_vectors, so that vector v of the packed row is at
-     * second + 16 * v */
+    /* The scales follow row_vectors vectors of the row. `second` is the address of the scales
+     * minus 16 * row_vectors, so that vector v of the packed row, if it contains scales, is at
+     * second + 16 * v. */
     const uint8_t *const second =
         job.scales + (int64_t)token * job.scale_bytes - (int64_t)m.row_vectors * 16;
     for (int32_t v = lane_id(); v < m.shape.vectors; v += WARP)
         copy_again(buffer + v * 16, (v < m.row_vectors ? row : second) + (int64_t)v * 16);
 }
 
-/* Prefetches into the L2 cache the row of `token`, a token of this rank, which the warp will
- * quantize next. */
+/* Prefetches the row of `token`, a token of this rank, into the L2 cache. The warp will
+ * quantize this row next. */
 __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
 {
     if (lane_id() == 0)
@@ -188,12 +191,11 @@ struct ScanResult { /* The result of scan_packed() for this lane's vectors. */
 
 /* Checks a packed row in a buffer, before the row is sent or after it was received.
  *
- * - missing: a word is poison. In a received row, this word has not arrived.
- * - special: a word equals poison or its stand-in, the word that a sender sends in place of
- *   poison. A row to send then needs send_special(). In a received row, the stand-in may have
- *   been poison originally, so restore_special_words() must check it. In a quantized row
- *   (QUANTIZED), only E8M0_STAND_IN in the scales counts. In other rows, sign bits are
- *   ignored. */
+ * - missing: a word is poison. In a received row, this word has not arrived. - special: a word
+ * equals poison or its stand-in, the word that a sender sends in place of poison. A row to send
+ * must then be sent by send_special(). In a received row, the stand-in may replace poison, so
+ * restore_special_words() must be called. In a quantized row (QUANTIZED), only a word of scales
+ * that equals E8M0_STAND_IN is special. In other rows, the comparison ignores sign bits. */
 template <bool QUANTIZED>
 __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t buffer)
 {
@@ -211,9 +213,9 @@ __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t 
     return found;
 }
 
-/* Waits for the words of the packed row of `token`, a token of the peer `rank`, that were
- * missing when the row was copied to the buffer, and stores these words to the buffer. Called
- * by a whole warp. Returns false if the group has failed. */
+/* The buffer contains a copy of the packed row of `token`, a token of the peer `rank`. Some
+ * words had not arrived when the row was copied. Waits for these words in staging, and stores
+ * them to the buffer. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -228,9 +230,9 @@ __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32
     return ok;
 }
 
-/* Restores the words of a packed row that the sender had to replace because they equaled
- * poison. The row has arrived from the peer `rank`, whose index among this rank's sources is
- * `source`, and is in a buffer. Called by a whole warp. Returns false if the group has
+/* The buffer contains a packed row that has arrived from the peer `rank`. Restores the words of
+ * this row that equaled poison, so that the sender had to replace them. `source`: index of the
+ * peer among this rank's sources. Called by a whole warp. Returns false if the group has
  * failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int rank, int source,
@@ -251,9 +253,9 @@ __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int r
 
 /* ------------------------------------------------------------------------- bulk stores ---- */
 
-/* Calls store(address, bytes) until `bytes` bytes from address `to` on are covered. Each call
- * covers at most CONSTANT_BYTES bytes, the size of the arrays of constants. Called by one
- * lane. */
+/* Calls store(address, size) one or more times, so that the calls together cover the `bytes`
+ * bytes from address `to` on. Each call covers at most CONSTANT_BYTES bytes, because an array
+ * of constants has this size. Called by one lane. */
 template <class Store>
 __device__ __forceinline__ void store_constant(uint8_t *to, int64_t bytes, Store store)
 {
@@ -272,9 +274,9 @@ __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token
     });
 }
 
-/* Returns true if lanes, not bulk stores, store the scales of a row to the slots. This is so if
- * a row has few bytes of scales, because a bulk store of so few bytes takes as long as a bulk
- * store of a kilobyte. */
+/* Returns true if the lanes store the scales of a row to the slots by ordinary stores. Returns
+ * false if bulk stores do this. With few bytes of scales per row, ordinary stores are faster,
+ * because a short bulk store takes as long as a bulk store of a kilobyte. */
 __device__ __forceinline__ bool scales_by_lanes(const PackedMove &m)
 {
     return m.job.scale_bytes <= WARP * 16;
@@ -326,8 +328,8 @@ __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
     if (job.slot_weights) job.slot_weights[slot] = 0.0f;
 }
 
-/* Stores poison over the row of `token`, a token of the peer `rank`, in staging, so that the
- * staging can be used again. Requires that the row has been received. Called by a whole
+/* Overwrites the row of `token`, a token of the peer `rank`, in staging with poison, so that
+ * the staging can be used again. Requires that the row has been received. Called by a whole
  * warp. */
 __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int32_t token,
                                              const BulkBuffers &buffers)
@@ -342,10 +344,10 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
 
 /* Sends a packed row with special words. A word that equals poison is sent as another word, the
  * stand-in, because the receiver would take poison for a word that has not arrived. In a row
- * that was not quantized, a word that equals the stand-in is also special. The function waits
- * until bulk stores have read the buffer, replaces poison in the buffer, and sends the row. If
- * the row was not quantized, it also sends escape words, which show which stand-ins were
- * poison. Called by a whole warp. */
+ * that was not quantized, a word that equals the stand-in is also special. First waits until
+ * earlier bulk stores have read the buffer. Then replaces poison in the buffer, and sends the
+ * row. If the row was not quantized, also sends escape words, with which the receiver finds the
+ * stand-ins that replace poison. Called by a whole warp. */
 template <bool QUANTIZED>
 __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
                                              uint32_t buffer)

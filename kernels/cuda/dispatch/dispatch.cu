@@ -12,8 +12,8 @@
  *
  *   planner CTAs       first make the plan, then move units like the other CTAs
  *   other CTAs         first send the first `num_early_tokens` tokens, while the plan is made
- *   all warps          then move units; each warp gets every W-th unit of a list, if there are
- *                      W warps (common/rows.cuh)
+ *   all warps          then move units. If there are W warps, each warp gets every W-th unit of
+ *                      a list (common/rows.cuh)
  *
  * A unit is the work that a warp does at a time: it sends or receives a span (some pieces of 2
  * KB) of one row. The units form a list, which is divided into steps. job.lag is the number of
@@ -38,8 +38,9 @@
  * Ranks cannot wait for each other in a circle. A warp waits for token t only after it has sent
  * its share of all tokens up to t. Let t be the lowest token for which any warp of any rank
  * waits. A warp that has not yet sent its share of token t waits for nothing, so it sends this
- * share, and the wait ends. This holds even if ranks have different lags. If this kernel makes
- * the plan, receiving starts `num_early_tokens` tokens behind sending and then catches up.
+ * share, and the wait ends. This argument holds even if ranks have different lags. If this
+ * kernel makes the plan, a rank first sends `num_early_tokens` tokens without receiving any,
+ * and later receives faster than it sends.
  *
  * A warp copies pieces into a ring buffer in shared memory some units before it uses them. So a
  * piece in staging may be copied before it has arrived. In this case the copy contains poison,

@@ -14,26 +14,26 @@
  *   poison       0xffffffff, the mark of a word that has not arrived. A word of a row that
  *                equals poison is replaced before it is sent
  *   escape word  bits that show the receiver which words of a piece the sender has replaced
- *   source       a rank from which this rank receives, counted from this rank upwards, modulo
- *                num_ranks: 0 is the next higher rank, num_ranks - 1 is this rank itself. The
- *                heap has a part for each source */
+ *   source       a rank from which this rank receives. Its index is counted from this rank
+ *                upwards, modulo num_ranks: 0 is the next higher rank, num_ranks - 1 is this
+ *                rank itself. The heap has a part for each source */
 #ifndef EPIC_DISPATCH_CUH
 #define EPIC_DISPATCH_CUH
 
 #include "cuda/dispatch/moving.cuh"
 #include "cuda/plan/planner.cuh"
 
-/* Number of 16-byte vectors that each lane has of a piece. It must be equal in all dispatch
- * kernels: two ranks may run different kernels, and the sender's escape words for piece i must
- * describe the words that the receiver finds in its piece i. */
+/* Number of 16-byte vectors that each lane has of a piece. All dispatch kernels must use the
+ * same V, because two ranks may run different kernels. The sender's escape words for piece i
+ * must describe the same words that the receiver has in its piece i. */
 static constexpr int V = 4;
 
 /* Arguments that all functions of a dispatch kernel share. */
 struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t num_early_tokens; /* tokens [0, num_early_tokens) are sent while the plan is made */
     RankNumbers tokens_of;    /* number of tokens of each rank */
-    /* The maximum of tokens_of. Until the ranks have announced their numbers of tokens: an
-     * upper limit of it. */
+    /* The maximum of tokens_of. Until the ranks have announced their numbers of tokens, this is
+     * only an upper bound of the maximum. */
     int32_t most_tokens;
     /* true: this kernel also makes the plan; false: it reads a plan */
     bool has_new_plan;
@@ -56,9 +56,9 @@ __device__ __forceinline__ bool is_forward_role(const DispatchMove &m, const Uni
     return HOSTS && walk.role > 0 && source_role(m, walk) <= 0;
 }
 
-/* Returns where choice k of `token`, a token of this rank, goes. If the kernel reads a plan,
- * this is a rank. If the kernel makes the plan, it is an expert id. If k is not below top_k,
- * all bits are 1. */
+/* Returns the target of choice k of `token`, a token of this rank. If the kernel reads a plan,
+ * the target is a rank. If the kernel makes the plan, it is an expert id. If k is not below
+ * top_k, returns a word in which all bits are 1. */
 __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t token, int k)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -75,7 +75,7 @@ __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t t
     return word;
 }
 
-/* Returns whether a choice goes to `rank`. `word`: the result of read_choice() for the
+/* Returns true if a choice goes to `rank`. `word`: the result of read_choice() for this
  * choice. */
 __device__ __forceinline__ bool choice_goes_to(const DispatchMove &m, uint64_t word, int rank)
 {
@@ -128,7 +128,8 @@ __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t 
 #pragma unroll 1
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        /* a plan that this kernel makes may turn out to be invalid */
+        /* If the kernel makes the plan, choices may go to a vacant seat (a rank without a
+         * process), because the plan has not been checked yet. */
         if (m.has_new_plan && is_vacant(m.op, rank)) continue;
         const bool goes = choice_goes_to(m, word, rank),
                    goes2 = both && choice_goes_to(m, word2, rank);
@@ -148,9 +149,9 @@ __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t 
     return peers;
 }
 
-/* Index of the escape words of `token` in the array of the escape words of all tokens. With
- * many ranks, it is counted from the first token of the round, so that the array needs space
- * only for the tokens of one round. */
+/* Index with which a function addresses the escape words of `token`. With many ranks, the index
+ * counts from the first token of the round, so that the array of escape words needs space only
+ * for the tokens of one round. */
 #define ESCAPE_TOKEN(m, token) (MANY_RANKS ? (token) - (m).round_begin : (token))
 
 /* Stores piece `piece` of the row of `token` to the staging of `peers` (bit mask). `q`: this
@@ -199,10 +200,10 @@ __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank,
 /* Waits for one chunk of the record of `token`, a token of `rank`: 32 words, one per lane.
  * `chunk`: 0 for words 0 to 31 of the record, 1 for words 32 to 63. `word`: this lane's word,
  * as peek_record() has returned it. `slot` becomes the slot that this lane's word contains, or
- * -1 if the record has no word for this lane. (If the plan is invalid, it is RECORD_DISCARD.)
- * `more` becomes true if a later chunk may contain slots. If `keep` is true, also copies the
- * slots into the plan that this kernel makes. Called by a whole warp. Returns false if the
- * group has failed. */
+ * -1 if the record has no word for this lane. If the plan is invalid, `slot` becomes
+ * RECORD_DISCARD. `more` becomes true if a later chunk may contain slots. If `keep` is true,
+ * also copies the slots into the plan that this kernel makes. Called by a whole warp. Returns
+ * false if the group has failed. */
 __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
                                             int chunk, bool keep, uint64_t word, int32_t &slot,
                                             bool &more)
@@ -221,8 +222,8 @@ __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int
     return true;
 }
 
-/* Writes -1 to the unused words at the end of the record of `token`, a token of `rank`, in the
- * plan: to all words after chunk `chunk`. Called by a whole warp. */
+/* The plan contains a record of `token`, a token of `rank`. Writes -1 to all words of this
+ * record after chunk `chunk`, because they are unused. Called by a whole warp. */
 __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int32_t token,
                                            int chunk)
 {
@@ -231,9 +232,9 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
-/* Returns the address at which the weight with index n of a peer's token arrives on this rank.
- * `source`: index of the peer among this rank's sources. A peer sends only the weights of the
- * choices that go to this rank, so n is the index of the choice among these choices. */
+/* A peer sends the weights of a token's choices that go to this rank. Returns the address at
+ * which the n-th of these weights arrives. `source`: index of the peer among this rank's
+ * sources. */
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {
@@ -242,11 +243,12 @@ __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int s
            (int64_t)token * float_stride(m.top_k) + n;
 }
 
-/* Returns the weight of this lane's slot. If `rank`, the token's rank, is this rank, loads the
- * weight from the caller's array. If it is a peer, with index `source` among this rank's
- * sources, loads the weight from the heap, where it is poison if it has not arrived. `chunk`: 0
- * if the slot is among the token's first 32 slots on this rank, otherwise 1. `slot`: this
- * lane's slot; -1: the lane has none, and the result is 0. Called by a whole warp. */
+/* Returns the weight of this lane's slot, without waiting. `rank`: the rank to which the token
+ * belongs. If `rank` is this rank, loads the weight from the caller's array. If `rank` is a
+ * peer, loads the weight from the heap; the result is poison if the weight has not arrived.
+ * `source`: index of this peer among this rank's sources. `chunk`: 0 if the slot is among the
+ * token's first 32 slots on this rank, otherwise 1. `slot`: this lane's slot. If the lane has
+ * no slot, `slot` is -1, and the result is 0. Called by a whole warp. */
 __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int chunk, int32_t slot)
 {
@@ -286,9 +288,9 @@ __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Stores the piece q to the slots of all lanes, one slot after the other. `vector`: index of
- * the piece's first vector in the row. `slot`: this lane's slot; -1: the lane has none. Called
- * by one warp. */
+/* Stores the piece q to the slots of all lanes, one slot after the other. `vector`: index in
+ * the row of the piece's first vector. `slot`: this lane's slot, or -1 if the lane has no slot.
+ * Called by one warp. */
 template <bool EXACT>
 __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector, int32_t slot,
                                            const uint4 (&q)[V])
@@ -307,10 +309,11 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
 }
 
 /* Reads piece `piece` of the row of `token`, a token of `rank`, into q. If `rank` is this rank,
- * reads the piece from the caller's rows. If it is a peer, with index `source` among this
- * rank's sources, waits for the piece in staging, and stores poison there for the next use. If
- * `copied` is true, q contains an earlier copy of the piece, in which words that had not
- * arrived are poison. Called by a whole warp. Returns false if the group has failed. */
+ * reads the piece from the caller's rows. If `rank` is a peer, waits for the piece in staging,
+ * reads it, and stores poison to the staging for the next use. `source`: index of this peer
+ * among this rank's sources. If `copied` is true, q contains an earlier copy of the piece, in
+ * which words that had not arrived are poison. Called by a whole warp. Returns false if the
+ * group has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int piece, bool copied,
@@ -392,8 +395,9 @@ __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
     return true;
 }
 
-/* Sets `tokens` to the number of tokens of each rank, which the plan contains. If the kernel
- * makes the plan (WITH_PLAN), these numbers are not known yet, so sets them to 0. */
+/* Sets `tokens` to the number of tokens of each rank. Reads these numbers from the plan. If the
+ * kernel makes the plan (WITH_PLAN), the numbers are not known yet, so sets all of them to
+ * 0. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void read_plan_tokens(RankNumbers &tokens, const PlanView &plan,
                                                  const p2p_self &self)
@@ -405,11 +409,10 @@ __device__ __forceinline__ void read_plan_tokens(RankNumbers &tokens, const Plan
     });
 }
 
-/* Returns how many tokens of each source are received before step `step` of the list of units,
- * in which token `step` is sent. The lag (job.lag) is the number of tokens by which receiving
- * stays behind sending. Receiving begins after max(m.num_early_tokens, lag) tokens have been
- * sent. Then one of every 2^catch_up steps receives two tokens, until receiving is only `lag`
- * tokens behind sending. */
+/* In step `step` of the list of units, token `step` is sent. Returns how many tokens of each
+ * source are received before this step. Receiving begins after max(m.num_early_tokens, job.lag)
+ * tokens have been sent. Then one of every 2^catch_up steps receives two tokens, until only
+ * job.lag tokens have been sent but not yet received. */
 __device__ __forceinline__ int32_t received_before(const DispatchMove &m, int32_t step)
 {
     const int32_t behind = max(step - max(m.num_early_tokens, m.job.lag), 0);
@@ -423,9 +426,9 @@ __device__ __forceinline__ int32_t token_of(const DispatchMove &m, const UnitWal
     return m.round_begin + (walk.role == 0 ? walk.step : received_before(m, walk.step));
 }
 
-/* Loads the word that a unit needs first. This is called while the warp works on its previous
- * unit. If the unit sends a token, lane k loads choice k of the token. If the unit receives a
- * token, each lane loads its word of the token's record with peek(rank, token). */
+/* Loads the word that a unit needs first. The function is called while the warp works on its
+ * previous unit. If the unit sends a token, lane k loads choice k of the token. If the unit
+ * receives a token, each lane loads its word of the token's record with peek(rank, token). */
 template <class Peek>
 __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const UnitWalk &walk,
                                                Peek peek)
@@ -441,9 +444,9 @@ __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const Unit
 
 /* --------------------------------------------------------------- the kernel's own plan ---- */
 
-/* Sets `plan`, through which the kernel reads the plan. Without WITH_PLAN, checks the plan that
- * the caller passed. With WITH_PLAN, sets only the fields that are already known. Called by all
- * threads of a CTA, before begin_operation(). */
+/* Sets `plan`, the view through which the kernel reads the plan. Without WITH_PLAN, also checks
+ * the plan that the caller passed. With WITH_PLAN, sets only the fields that are already known.
+ * Called by all threads of a CTA, before begin_operation(). */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job &job)
 {
@@ -467,8 +470,8 @@ template <bool WITH_PLAN, bool FLAT>
 __device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispatch_job &job,
                                               OpState &op, uint8_t *memory)
 {
-    /* FLAT is the only possible feature, because layers with replicas or dropped choices run
-     * plan_kernel before this kernel */
+    /* FLAT is the only feature that a plan of this kernel can have. For layers with replicas or
+     * dropped choices, plan_kernel makes the plan before this kernel runs. */
     constexpr int FEATURES = FLAT ? PLAN_FLAT : 0;
     if (!WITH_PLAN || (int)blockIdx.x >= job.plan.planners) return true;
     return __syncthreads_and(make_plan<FEATURES>(planner, job.plan, op, memory)) != 0;

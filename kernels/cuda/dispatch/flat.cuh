@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Dispatch with layout FLAT. A token has one row on each rank that owns one of its experts,
- * even if several of its choices go there. Each row has *extras*: the token's local experts on
- * this rank, and the weights of these choices. The warp that receives the first piece of a row
- * also receives the row's extras, and stores them to two arrays:
+ * even if several of its choices go there. Each row has *extras*: for each choice of the token
+ * that goes to the row's rank, the local expert and the weight. The warp that receives the
+ * first piece of a row also receives the row's extras, and stores them to two arrays:
  *
  *   recv_expert   [recv_rows, top_k]  local experts of the token, then -1
  *   slot_weights  [recv_rows, top_k]  weights of these choices, then 0 */
@@ -22,7 +22,7 @@ __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, in
 }
 
 /* The plan's array `entries` has top_k elements for `token`, a token of `rank`. Sets the first
- * of these elements to `first`, and the others to -1. Called by a whole warp. */
+ * of these elements to `first`, and all others to -1. Called by a whole warp. */
 __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32_t *entries,
                                               int rank, int32_t token, int32_t first)
 {
@@ -31,10 +31,11 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* Waits for the row word of `token`, a token of `rank`. `word`: the result of peek_row(). In
- * lane 0, `slot` becomes the index of the token's row on this rank, or -1 if it has no row. In
- * all other lanes, `slot` becomes -1. `more` becomes false, because there are no other words
- * (see read_record()). If `keep` is true, also copies the index into the plan that this kernel
+/* Waits until the row word of `token`, a token of `rank`, has arrived. The row word contains
+ * the index of the token's row on this rank. `word`: the result of peek_row(). In lane 0,
+ * `slot` becomes the index of the token's row on this rank, or -1 if it has no row. In all
+ * other lanes, `slot` becomes -1. `more` becomes false, because there are no other words (see
+ * read_record()). If `keep` is true, also copies the index into the plan that this kernel
  * makes. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
@@ -60,8 +61,8 @@ __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_
     return ok;
 }
 
-/* The local expert and the weight of a choice, loaded before the token's row has arrived. Lane
- * n has the n-th of those choices of the token whose expert is on this rank. */
+/* The local expert and the weight of one choice per lane, loaded before the token's row has
+ * arrived. Lane n has the n-th choice of the token whose expert is on this rank. */
 struct FlatExtras {
     uint64_t expert; /* a word of a record (peek_record()) */
     uint32_t weight; /* poison if it has not arrived yet */
@@ -86,11 +87,11 @@ __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int ran
     return extras;
 }
 
-/* Waits for the local expert of this lane's choice. `rank`, `token`, `chunk`: as in
- * peek_extras(). `word`: FlatExtras.expert. `expert` becomes the local expert, or -1 if this
- * lane has no choice. `more` becomes true if a later chunk may contain choices. If the kernel
- * makes the plan, also copies the experts into the plan. Called by a whole warp. Returns false
- * if the group has failed. */
+/* Waits until the word with the local expert of this lane's choice has arrived. `word`: this
+ * word as peek_extras() has loaded it (FlatExtras.expert). `rank`, `token`, `chunk`: as in
+ * peek_extras(). `expert` becomes the local expert, or -1 if this lane has no choice. `more`
+ * becomes true if a later chunk may contain choices. If the kernel makes the plan, also copies
+ * the experts into the plan. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, int32_t token,
                                                int chunk, uint64_t word, int32_t &expert,
                                                bool &more)
@@ -111,11 +112,11 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Waits for the weight of this lane's choice. `rank`, `source`, `token`, `chunk`: as in
- * peek_extras(). `there`: true if the lane has a choice. If the token is a peer's, replaces the
- * weight in the heap by poison for the next use. `word`: on entry FlatExtras.weight, which may
- * be poison; on return the weight. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Waits until the weight of this lane's choice has arrived. `rank`, `source`, `token`, `chunk`:
+ * as in peek_extras(). `there`: true if the lane has a choice. `word`: on entry, the weight as
+ * peek_extras() has loaded it (FlatExtras.weight), or poison; on return, the weight. If `rank`
+ * is a peer, stores poison over the weight in the heap for the next use. Called by a whole
+ * warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int chunk,
                                                       bool there, uint32_t &word)
@@ -137,9 +138,9 @@ __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int
     return ok;
 }
 
-/* Receives the extras of `token`, a token of `rank`, and stores them for row `row` of the
- * receive buffer. `source`: as in peek_extras(). `extras`: the result of peek_extras() for the
- * first 32 choices. Called by a whole warp. Returns false if the group has failed. */
+/* Receives the extras of `token`, a token of `rank`, and stores them as the extras of row `row`
+ * of the receive buffer. `source`: as in peek_extras(). `extras`: the result of peek_extras()
+ * for the first 32 choices. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, int source,
                                                int32_t token, int32_t row, FlatExtras extras)
 {

@@ -11,16 +11,17 @@
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-/* Returns the size of a CTA's dynamic shared memory. The planner first uses `planning` bytes of
- * it. After that, each warp uses a part of it as a ring buffer for pieces of rows. */
+/* Returns the size of a CTA's dynamic shared memory. First the planner uses `planning` bytes of
+ * this memory. After that, each warp uses a part of the memory as a ring buffer for pieces of
+ * rows. */
 static inline int memory_bytes(int planning)
 {
     const int rings = BLOCK / WARP * PieceRing<V, true>::BYTES;
     return planning > rings ? planning : rings;
 }
 
-/* Loads the kernels, and sets the maximum of their dynamic shared memory to most_bytes
- * bytes. */
+/* Loads the kernels, and permits each of them to use up to most_bytes bytes of dynamic shared
+ * memory. */
 template <int COUNT>
 static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
 {
@@ -54,7 +55,7 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
     /* Choose how fast receiving catches up with sending (measured: docs/lab/cuda.md). If a row
      * has several spans, send fewer early tokens (tokens that are sent while the plan is made).
-     * Their number, copy.num_early_tokens, is 0 or at least copy.lag. */
+     * The number of early tokens, copy.num_early_tokens, is 0 or at least copy.lag. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.num_early_tokens > job.num_tokens / 20)

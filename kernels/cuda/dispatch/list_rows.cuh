@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Lists the rows of tokens that a CTA must copy to their slots in a direct dispatch
- * (windows.cuh) or combine_backward (combine/backward_windows.cu). Every token has at most one
- * slot on each rank. */
+/* Lists the rows that a CTA must copy to slots in a direct dispatch (windows.cuh) or
+ * combine_backward (combine/backward_windows.cu). Every token has at most one slot on each
+ * rank. */
 #ifndef EPIC_LIST_ROWS_CUH
 #define EPIC_LIST_ROWS_CUH
 
@@ -17,8 +17,8 @@
  *   rows     number of rows of this rank's output
  *   each(token, k, rank, n)  called for each choice that goes to a peer (is_remote is true) or
  *                            stays on this rank (is_remote is false). rank: the rank to which
- *                            choice k of `token` goes. n: number of choices of the token with
- *                            lower k that go to the same rank */
+ *                            choice k of `token` goes. n: index of this choice among the
+ *                            token's choices that go to this rank */
 template <int THREADS, class M, class Each>
 __device__ __forceinline__ void list_rows(const M &m, const p2p_self &self,
                                           const WindowState &w, RowList<THREADS> &list,

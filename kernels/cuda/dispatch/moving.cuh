@@ -23,13 +23,13 @@ template <class Job> struct RowMove {
     int32_t top_k;
 };
 
-/* value of header.alignment with which the kernels do not zero padding slots */
+/* if header.alignment has this value, the kernels do not zero padding slots */
 #define NO_PADDING 0
 
 /* Returns the number of roles (kinds of work of a unit), without the roles that forward. Role 0
  * sends. Roles 1 to F forward rows from other hosts, where F is num_forward_roles() (0 without
- * relays). Role F + n receives from the rank that is n above this rank, modulo num_ranks. With
- * n = num_ranks, this is this rank itself. */
+ * relays). Role F + n receives from the rank that is n above this rank, modulo num_ranks. Role
+ * F + num_ranks receives from this rank itself. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
     return self.num_ranks + 1;
@@ -92,9 +92,9 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
     }
 }
 
-/* Returns true if the units that receive this rank's tokens also zero padding slots. This is so
- * if there is at least one such unit per warp, and at least two per expert of the layer.
- * Otherwise a separate pass zeroes the padding slots. */
+/* Returns true if the units that receive this rank's tokens must also zero the padding slots.
+ * They do this if there is at least one such unit per warp, and at least two such units per
+ * expert of the layer. If the result is false, a separate pass zeroes the padding slots. */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {
@@ -110,19 +110,20 @@ __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
     if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
 }
 
-/* Returns the padding slots of a slab (the slots of one expert). Limits their number to
- * `alignment`, so that a damaged plan does no harm. */
+/* Returns the padding slots of a slab (the slots of one expert). Limits the number of padding
+ * slots to `alignment`, so that a damaged plan does no harm. */
 __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int slab)
 {
     return {__ldcg(&plan.padding[slab].first),
             min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
 }
 
-/* Calls write(slot) for the padding slots that one unit must zero. Padding slots are zeroed by
- * the units that receive spans of this rank's tokens. `spans`: number of these units. `span`:
- * index of this unit among these units. The unit with index s zeroes padding slots of slab s
- * mod 2^slab_bits, and the units of a slab divide its padding slots among themselves. The code
- * contains no divisions, because a division would wait for earlier stores. */
+/* Calls write(slot) for the padding slots that one unit must zero. `spans`: number of units
+ * that receive this rank's tokens. Together they zero all padding slots. `span`: index of this
+ * unit among these units. The unit with index s zeroes padding slots of slab s mod 2^slab_bits
+ * (a slab is the slots of one expert). Units with the same slab divide its padding slots among
+ * themselves. The code contains no divisions, because a division would wait for earlier
+ * stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
                                                       int span, int spans, Write write)
@@ -137,16 +138,16 @@ __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int 
     for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
 }
 
-/* Calls write(slot, piece) for this warp's share of the padding of this rank's `owned` slabs
- * (one per local expert). `warps` warps share the work, piece by piece. `warp`: index of this
- * warp among these warps. `pieces`: number of pieces per row. padding_in(slab) returns the
- * padding slots of a slab. Called by a whole warp. */
+/* This rank has `owned` slabs, one per local expert. `warps` warps divide all pieces of the
+ * padding slots of these slabs among themselves. Calls write(slot, piece) for each piece of
+ * this warp. `warp`: index of this warp among these warps. `pieces`: number of pieces per row.
+ * padding_in(slab) returns the padding slots of a slab. Called by a whole warp. */
 template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
                                                     int warp, int warps, Write write)
 {
-    /* index of the next piece that this warp writes, among the pieces of the padding of a
-     * slab */
+    /* The pieces of a slab's padding slots are numbered from 0. `next` is the number of the
+     * next piece that this warp writes. */
     int next = warp;
     for (int base = 0; base < owned; base += WARP) {
         const int slab = base + lane_id();
@@ -163,7 +164,7 @@ __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int ow
     }
 }
 
-/* Like for_each_padding_of(), but the padding slots are those in the plan's table. */
+/* Like for_each_padding_of(), but reads the padding slots of each slab from the plan. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_piece(const PlanView &plan, int owned,
                                                        int pieces, int warp, int warps,

@@ -16,9 +16,9 @@
 #include "cuda/dispatch/relay.cuh"
 
 /* The pieces that a unit moves: `count` pieces from piece `first` on. If `count` is 0 or less,
- * the unit moves no pieces. is_own: true if they are pieces of the caller's rows, false if they
- * are pieces of packed rows. If the kernel quantizes, a caller's row and its packed row have
- * different numbers of pieces. */
+ * the unit moves no pieces. is_own: true if the unit moves pieces of the caller's rows, false
+ * if it moves pieces of packed rows. If the kernel quantizes, a caller's row and its packed row
+ * have different numbers of pieces. */
 struct Pieces {
     int first, count;
     bool is_own;
@@ -32,19 +32,20 @@ struct Pieces {
     }
 };
 
-/* Copies the pieces of a warp's units into its ring buffer in shared memory, some pieces before
- * the warp uses them. Returns them in the same order. A unit without pieces uses one buffer of
- * the ring, which stays empty. */
+/* Copies the pieces of a warp's units into the warp's ring buffer in shared memory, some pieces
+ * before the warp uses them. The warp then reads the pieces from the ring in the same order. A
+ * unit without pieces uses one buffer of the ring, which stays empty. */
 template <class OwnPiece> struct PieceFeed {
     typedef PieceRing<V, false> RowPieces;
     const PackedMove &m;
     RowPieces ring;
     UnitWalk walk; /* the unit whose pieces are copied now */
-    /* the row of that unit, in staging or the caller's memory; NULL: do not copy its pieces */
+    /* the row that this unit moves, in staging or in the caller's memory; NULL: the pieces of
+     * the unit are not copied */
     const uint8_t *row;
-    /* Address of the scales of the unit's token, minus 16 * row_end. A packed row has row_end
-     * vectors of the row, and then the scales. So vector v with v >= row_end is at scales + 16
-     * * v. */
+    /* Address of the scales of the unit's token, minus 16 * row_end. In a packed row, the first
+     * row_end vectors are the row, and the others are the scales. So a vector v of scales (v >=
+     * row_end) is at scales + 16 * v. */
     const uint8_t *scales;
     /* row_end: the first vector that comes from `scales`, not from `row`. copy_end: the first
      * vector that is not copied. */
@@ -200,10 +201,10 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
     }
 }
 
-/* Receives the pieces that the unit `walk` moves of `token`, and stores them to the token's
- * slots on this rank. In lane n, slot[0] is slot n of the token, and slot[1] is slot 32 + n
- * (-1: there is no such slot). `copied`: true if the pieces are in the ring of `feed`. Returns
- * false if the group has failed. */
+/* The unit `walk` moves some pieces of the row of `token`. Receives these pieces, and stores
+ * them to the token's slots on this rank. In lane n, slot[0] is slot n of the token, and
+ * slot[1] is slot 32 + n (-1: there is no such slot). `copied`: true if the pieces are in the
+ * ring of `feed`. Returns false if the group has failed. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -234,11 +235,11 @@ __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
     return true;
 }
 
-/* Executes the part of a receiving unit that belongs to one token: finds the token's slots,
- * receives the pieces, and stores them to the slots. The unit with the first span of the row
- * also receives the weights. `word`: this lane's word of the token's record, from peek_record()
- * or, if FLAT, peek_row(). `copied`: true if the pieces are in the ring. Returns false if the
- * group has failed. */
+/* Does the work of a receiving unit for one of its tokens: finds the token's slots, receives
+ * the unit's pieces of the row, and stores them to the slots. The unit with the first span of
+ * the row also receives the weights. `word`: this lane's word of the token's record, from
+ * peek_record() or, if FLAT, peek_row(). `copied`: true if the pieces are in the ring. Returns
+ * false if the group has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,

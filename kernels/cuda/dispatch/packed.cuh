@@ -37,7 +37,8 @@ struct PackedMove : DispatchMove {
     /* Shape of the caller's rows. own_shape.pieces is the number of pieces into which such a
      * row is packed. */
     RowShape own_shape;
-    /* number of vectors of a packed row that belong to the row; the others are scales */
+    /* number of vectors at the begin of a packed row that contain the row; the other vectors
+     * contain the scales */
     int32_t row_vectors;
     int32_t own_span; /* number of pieces per span, for units that move the caller's rows */
 };
@@ -97,7 +98,8 @@ static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t 
         if (at + w * 4 < row_bytes) ((uint32_t *)(row + at))[w] = words[w];
 }
 
-/* Stores vector number `at` of a packed row, q, to a slot: to the slot's row or its scales. */
+/* q is the vector with index `at` of a packed row. Stores it to a slot: to the slot's row, or
+ * to the slot's scales. */
 __device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, int32_t at,
                                              uint4 q)
 {
@@ -152,7 +154,7 @@ static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, i
     zero_rows(job.recv_scales, job.scale_bytes, first, end, thread, threads);
 }
 
-/* Returns a bit mask of the lanes whose `slot` is inside the receive buffer. */
+/* Returns a bit mask of the lanes that pass a `slot` inside the receive buffer. */
 __device__ __forceinline__ uint32_t slots_here(const PackedMove &m, int32_t slot)
 {
     return __ballot_sync(ALL_LANES, slot >= 0 && slot < m.job.recv_rows);
@@ -177,9 +179,10 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
 
 /* ----------------------------------------------------------------------------- staging ---- */
 
-/* Returns the address in `heap` of the escape words of piece `piece` of the packed row of
- * `token`. The escape words show which words of the piece the sender has replaced. `source`:
- * index of the sender among the sources of the heap's owner (dispatch/dispatch.cuh). */
+/* Escape words show which words of a piece the sender has replaced. Returns the address in
+ * `heap` at which the escape words for piece `piece` of the packed row of `token` arrive.
+ * `source`: index of the sender among the sources of the heap's owner
+ * (dispatch/dispatch.cuh). */
 __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *heap, int source,
                                                 int32_t token, int piece)
 {
@@ -187,8 +190,8 @@ __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *he
            ((int64_t)(token - m.round_begin) * m.shape.pieces + piece) * WARP;
 }
 
-/* Replaces E8M0_STAND_IN by E8M0_NANS in the scales of a piece. `vector`: index of the piece's
- * first vector in the packed row. */
+/* Restores the words that the sender has replaced: changes E8M0_STAND_IN in the scales of a
+ * piece back to E8M0_NANS. `vector`: index of the piece's first vector in the packed row. */
 __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector, uint4 (&q)[V])
 {
 #pragma unroll
@@ -224,8 +227,9 @@ __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int ra
     return true;
 }
 
-/* Calls write(rank, distance, row) for each of `peers` (bit mask). `row`: the token's packed
- * row in the peer's staging. `distance`: rank minus this rank, modulo num_ranks. */
+/* Calls write(rank, distance, row) for each rank in `peers` (bit mask). `row`: address of the
+ * token's packed row in the staging of this rank. `distance`: rank minus this rank, modulo
+ * num_ranks. */
 template <class Write>
 __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token,
                                               RankMask peers, Write write)
@@ -443,7 +447,8 @@ struct QuantizedPiece {
     {
         return (int64_t)piece * Sixteens::BYTES + (v * WARP + lane_id()) * 16;
     }
-    /* Returns the offset in bytes of this lane's word of scales in the scales of the row. */
+    /* Returns the offset in bytes, from the start of the row's scales, of this lane's word of
+     * scales. */
     static __device__ __forceinline__ int64_t scales_at(int piece)
     {
         return ((int64_t)piece * Sixteens::WORDS + Sixteens::word_index()) * 4;

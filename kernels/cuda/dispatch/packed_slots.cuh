@@ -45,7 +45,7 @@ __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, i
         zero_floats(m.job.slot_weights, first, m.job.recv_rows, thread, threads);
 }
 
-/* Zeroes the tail: the slots after the last slab (the slots of the last local expert). The
+/* Zeroes the tail of the receive buffer: the rows after the slots of the last local expert. The
  * caller tests whether job.zero_tail is set. Called by all CTAs. Returns false if the group has
  * failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove &m)

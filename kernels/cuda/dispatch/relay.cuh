@@ -13,8 +13,8 @@
  *            host
  *   receive  token i - lag of each source
  *
- * Ranks cannot wait for each other in a circle, because the row for which a unit waits was sent
- * or forwarded by a unit that is earlier in the list. */
+ * Ranks cannot wait for each other in a circle: a unit waits only for a row that another rank
+ * sends or forwards in a unit that is earlier in its list. */
 #ifndef EPIC_DISPATCH_RELAY_CUH
 #define EPIC_DISPATCH_RELAY_CUH
 
@@ -33,10 +33,11 @@ __device__ __forceinline__ RankMask choose_routes(const DispatchMove &m, int32_t
     return choose_routes(m.job.plan.self, m.op, token, first, peers);
 }
 
-/* Processes a unit that forwards pieces of one or two tokens from one mate. For each piece,
- * calls hand(from, token, piece, wants), which forwards the piece to the ranks of this host in
- * `wants`. `copied`: true if the ring of `feed` has a buffer for each piece; forwarding does
- * not use these buffers, so they are discarded. Returns false if the group has failed. */
+/* Processes a unit that forwards pieces of one or two tokens that a mate on another host has
+ * sent. For each piece, calls hand(from, token, piece, wants), which forwards the piece to the
+ * ranks of this host in `wants`. `copied`: true if the ring of `feed` has a buffer for each
+ * piece; forwarding does not use these buffers, so the function discards them. Returns false if
+ * the group has failed. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)

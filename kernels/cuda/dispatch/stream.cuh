@@ -9,8 +9,9 @@
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* Copies the pieces of a warp's units into its ring buffer in shared memory, some pieces before
- * the warp uses them. Returns them in the same order. EXACT: rows consist of whole pieces. */
+/* Copies the pieces of a warp's units into the warp's ring buffer in shared memory, some pieces
+ * before the warp uses them. The warp then reads the pieces from the ring in the same order.
+ * EXACT: rows consist of whole pieces. */
 template <bool EXACT> struct PieceFeed {
     typedef PieceRing<V, EXACT> Pieces;
     const DispatchMove &m;
@@ -113,10 +114,10 @@ __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk 
                        peers);
 }
 
-/* Only for tokens with more than 32 choices: stores piece q of `token`, a token of `rank`, to
- * those slots of the token that follow its first 32 slots. If `piece` is 0, also receives the
- * weights of these slots. `source`: index of `rank` among this rank's sources. Returns false if
- * the group has failed. */
+/* Only for tokens with more than 32 choices. q is a piece of the row of `token`, a token of
+ * `rank`. Stores q to all slots of the token on this rank except the first 32. If `piece` is 0,
+ * also receives the weights of these slots. `source`: index of `rank` among this rank's
+ * sources. Returns false if the group has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int piece, const uint4 (&q)[V])
@@ -134,10 +135,10 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
     return true;
 }
 
-/* Receives the pieces that the unit `walk` moves of `token`, and stores them to the token's
- * slots on this rank. `word`: this lane's word of the token's record, from peek_record() or, if
- * FLAT, peek_row(). `copied`: true if the pieces are in the ring of `feed`. Returns false if
- * the group has failed. */
+/* The unit `walk` moves some pieces of the row of `token`. Receives these pieces, and stores
+ * them to the token's slots on this rank. `word`: this lane's word of the token's record, from
+ * peek_record() or, if FLAT, peek_row(). `copied`: true if the pieces are in the ring of
+ * `feed`. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -241,8 +242,9 @@ template <bool EXACT> static __device__ __noinline__ void send_early_spans(const
     }
 }
 
-/* Sends the early tokens before the first unit of a round. windows.cu replaces this function by
- * one that does nothing, because its kernel has already sent the early tokens. */
+/* Sends the early tokens before the first unit of a round. The kernel of windows.cu sends the
+ * early tokens at another time, so it has its own version of this function that does
+ * nothing. */
 template <bool EXACT> __device__ __forceinline__ void send_early(const DispatchMove &m)
 {
     if (m.num_early_tokens && HOSTS)
@@ -359,7 +361,7 @@ template <bool FLAT> __device__ __forceinline__ void clear_outputs(const Dispatc
         zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }
 
-/* Zeroes the tail: the slots after the last slab (the slots of the last local expert). The
+/* Zeroes the tail of the receive buffer: the rows after the slots of the last local expert. The
  * caller tests whether job.zero_tail is set. Called by all CTAs. Returns false if the group has
  * failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMove &m)

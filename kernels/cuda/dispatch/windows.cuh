@@ -18,7 +18,7 @@
 #include "cuda/dispatch/list_rows.cuh"
 #include "cuda/dispatch/stream.cuh"
 
-/* The DispatchMove of kernels that store into windows. */
+/* Arguments that all functions of direct dispatch share. */
 struct WindowMove : DispatchMove {
     WindowState &windows;
     /* [num_tokens, top_k]: slot of each choice of this rank's tokens */
@@ -56,8 +56,8 @@ __device__ __forceinline__ bool open_windows(const WindowMove &m)
 
 /* -------------------------------------------------------------------------------- rows ---- */
 
-/* Sends the weight of choice k of `token`, a token of this rank, to the peer `rank`. `n`:
- * number of choices of the token with lower k that go to this peer. */
+/* Sends the weight of choice k of `token`, a token of this rank, to the peer `rank`. `n`: index
+ * of this choice among the token's choices that go to this peer. */
 __device__ __forceinline__ void send_weight(const WindowMove &m, int32_t token, int k, int rank,
                                             int n)
 {
@@ -68,9 +68,10 @@ __device__ __forceinline__ void send_weight(const WindowMove &m, int32_t token, 
     store_relaxed(to + n, read_weight(m, token, k));
 }
 
-/* Copies the rows of this rank's tokens: to peers if the team is remote, otherwise to slots of
- * this rank. Early tokens are not sent to peers, because they have already been sent. Called by
- * all threads of the CTAs of a team. */
+/* Copies the rows of this rank's tokens. A team is all remote CTAs or all local CTAs. The
+ * remote team copies rows to peers, the local team to slots of this rank. Early tokens are not
+ * sent to peers, because they have already been sent. Called by all threads of the CTAs of a
+ * team. */
 static __device__ __noinline__ void copy_tokens(const WindowMove &m, RowList<BLOCK> &list,
                                                 const CopyTeam team)
 {
@@ -90,9 +91,10 @@ static __device__ __noinline__ void copy_tokens(const WindowMove &m, RowList<BLO
 
 /* ---------------------------------------------------------------------------- the rest ---- */
 
-/* Receives the data that comes with the row of one token of rank rank_of_role(role): the
- * record, the weights and, with FLAT, the local experts. If the token was sent early, also
- * receives its row from staging. Called by one warp. Returns false if the group has failed. */
+/* `token` is a token of rank rank_of_role(role). Receives the data that comes with the row of
+ * this token: the record, the weights and, with FLAT, the local experts. If the token was sent
+ * early, also receives its row from staging. Called by one warp. Returns false if the group has
+ * failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_one(const WindowMove &m, int role, int32_t token)
 {
@@ -150,9 +152,10 @@ __device__ __forceinline__ bool read_single(const WindowMove &m, int rank, int32
     return ok;
 }
 
-/* Receives the data that comes with the rows of up to 32 tokens of rank rank_of_role(role),
- * from token `first` on, one token per lane. Requires that the tokens have one choice each, and
- * were not sent early. Called by a whole warp. Returns false if the group has failed. */
+/* Each lane handles one token of rank rank_of_role(role): lane n handles token first + n.
+ * Receives the data that comes with the rows of these tokens (record and weights). Requires
+ * that the tokens have one choice each, and were not sent early. Called by a whole warp.
+ * Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_singles(const WindowMove &m, int role, int32_t first)
 {
     const int rank = rank_of_role(m.job.plan.self, role);
