@@ -31,8 +31,8 @@ __device__ __forceinline__ float sigmoid_of(float x)
     return (x > 0 ? 1 : e) / (1 + e);
 }
 
-/* Returns swish(x) = x * s(y) and its derivative s(y) * (1 + y * (1 - s(y))). y is alpha * x,
- * and s is the sigmoid function. */
+/* Returns swish(x) = x * s(y) and the derivative of swish, s(y) * (1 + y * (1 - s(y))). Here y
+ * is alpha * x, and s is the sigmoid function. */
 __device__ __forceinline__ Activated compute_swish(float x, float alpha)
 {
     const float s = sigmoid_of(alpha * x);
@@ -72,17 +72,18 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
         return compute_gelu_tanh(x);
     case EPIC_RELU2:
         return {x < 0 ? 0 : x * x, x < 0 ? 0 : 2 * x};
-    /* EPIC_CLAMPED_SWIGLU and EPIC_CLAMPED_SILU: if x is above ex.limit, the value is that at
-     * ex.limit, and the slope is 0 */
+    /* EPIC_CLAMPED_SWIGLU and EPIC_CLAMPED_SILU. If x is above ex.limit, the value is
+     * swish(ex.limit), and the slope is 0. */
     default:
         const Activated a = compute_swish(above ? ex.limit : x, ex.alpha);
         return {a.value, above ? 0 : a.slope};
     }
 }
 
-/* Returns the factor by which a gated expert's activation is multiplied, and its derivative. u:
- * the up value. The factor is usually u. With EPIC_CLAMPED_SILU it is the clamped u, with
- * EPIC_CLAMPED_SWIGLU the clamped u plus 1, and without a gate it is 1. */
+/* Returns the up factor, by which a gated expert multiplies act(gate), and the derivative of
+ * the up factor. u: the up value. The up factor is usually u. With EPIC_CLAMPED_SILU it is the
+ * clamped u. With EPIC_CLAMPED_SWIGLU it is the clamped u plus 1. For an ungated expert it is
+ * 1. */
 __device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)
 {
     const bool clamped =
@@ -100,7 +101,7 @@ __device__ __forceinline__ Activated compute_up_factor(float u, const epic_exper
  * EPIC_CLAMPED_SILU. */
 enum { ANY_ACTIVATION, GATED_SILU, GATED_CLAMPED };
 
-/* Like the functions above, but the activation is known at compile time. */
+/* Like compute_activation() above, but the activation function is known at compile time. */
 template <int ACTIVATION>
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {

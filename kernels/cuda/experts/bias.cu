@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The gradients of the experts' biases: out[e] is the sum of weight * row over those rows of
+/* The gradients of the experts' biases: out[e] is the sum of weight * row over all rows of
  * expert e that hold a token.
  *
  *   rows  [slots, n]    input
@@ -20,8 +20,9 @@
 /* number of rows that a warp loads before it adds the first one, so that the loads overlap */
 #define BIAS_AHEAD 8
 
-/* Adds weight * row to sum for the rows `warp`, warp + WARPS, ... of an expert's slab. Each
- * lane adds column `column` to sum[0] and column `column` + 32 to sum[1]. */
+/* Adds weight * row to `sum`, for the rows with the indices `warp`, warp + WARPS, ... of an
+ * expert's slab. Each lane adds column `column` of these rows to sum[0], and column `column` +
+ * 32 to sum[1]. */
 template <class T>
 static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_range &slab,
                                                 int64_t column, int warp, float (&sum)[2])

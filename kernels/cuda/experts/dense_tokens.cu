@@ -37,7 +37,8 @@ static __device__ __forceinline__ int64_t token_step()
 }
 
 /* Returns true if the expert of a choice (a token and one of its top_k experts) is a
- * zero-expert. The plan reports ids that are even larger as errors. */
+ * zero-expert: its id is from num_experts to num_columns - 1. The plan reports larger ids as
+ * errors. */
 static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int64_t choice)
 {
     return t.topk_idx[choice] >= t.num_experts && t.topk_idx[choice] < t.num_columns;
@@ -78,7 +79,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Multiplies the gradient of the sigmoid's value s by the sigmoid's slope s * (1 - s). */
+/* On entry, d_shared_weights is the gradient of s, the result of the sigmoid. Multiplies this
+ * gradient by the sigmoid's slope s * (1 - s). */
 static __global__ void __launch_bounds__(THREADS)
     shared_slope_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -120,8 +122,9 @@ static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *row
     for (int v = 0; v < V; v++) sum[v] += x[v] * factor;
 }
 
-/* Adds the parts of each token's output row, and stores the sum to rows.to. In backward, does
- * the same for its gradient row. zero_weight is the sum of the token's weights of zero-experts.
+/* Adds the parts of each token's output row, and stores the sum to rows.to. In backward, adds
+ * the parts of each token's gradient row d_x instead. zero_weight is the sum of the weights
+ * with which the token uses zero-experts.
  *   forward   out = rows.a (from combine) + zero_weight * x + rows.b (from the shared expert)
  *   backward  d_x = rows.a + zero_weight * d_out + rows.b + d_shared_weights * w_shared_gate */
 template <class T, int V>
@@ -129,7 +132,7 @@ static __global__ void __launch_bounds__(THREADS)
     finish_kernel(const __grid_constant__ layer_tokens t,
                   const __grid_constant__ layer_rows rows)
 {
-    /* the row that a zero-expert copies: x or, in backward, its gradient d_out */
+    /* the row that a zero-expert multiplies by its weight: x or, in backward, d_out */
     const void *const through = t.d_out ? t.d_out : t.x;
     for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {
         const float w = zero_weight(t, token);
@@ -151,8 +154,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs to launch for `units` tokens or choices if each CTA processes
- * `each` of them at a time. */
+/* Returns the number of CTAs to launch for `units` tokens or choices. Each CTA processes `each`
+ * tokens or choices at a time. */
 static int ctas_of(int64_t units, int each, int sms)
 {
     const int64_t ctas = (units + each - 1) / each, most = 8 * (int64_t)sms;

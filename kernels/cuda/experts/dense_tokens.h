@@ -27,8 +27,8 @@ cudaError_t p2p_launch_shared_slope(const layer_tokens *t, int sms, cudaStream_t
  * their output is weight * x. Other elements of d_weights stay unchanged. */
 cudaError_t p2p_launch_zero_weights(const layer_tokens *t, int sms, cudaStream_t stream);
 /* Adds the outputs of the zero-experts and of the shared expert to the rows [num_tokens,
- * hidden] that combine returned. In backward, instead adds the gradients of their inputs to the
- * gradient rows. layer_rows (src/rules/layer_tokens.h) has the formulas. */
+ * hidden] that combine returned. In backward, adds the gradients of the inputs of these experts
+ * to the gradient rows instead. layer_rows (src/rules/layer_tokens.h) has the formulas. */
 cudaError_t p2p_launch_finish(const layer_tokens *t, const layer_rows *rows, int sms,
                               cudaStream_t stream);
 /* Loads the kernels on the current device when a context is opened, so that no later launch has

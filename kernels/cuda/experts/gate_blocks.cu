@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Kernels for the gradients of the gate's weights in calls with several blocks of tokens
  * (moe/moe.h). One grouped GEMM (experts/grouped.h) computes a gradient for each block, or for
- * each slice of a block. In this GEMM, the block or slice takes the place of a slab (the rows
- * of one expert). These kernels run before and after the GEMM:
+ * each slice of a block. The GEMM treats each block or slice like a slab (the rows of one
+ * expert). These kernels run before and after the GEMM:
  *
  *   blocks_kernel  -> tiles of all tokens, slabs of blocks and slices    one CTA
  *   leaves_kernel  sums of all slices and components -> gradient [rows, columns]
  *                                                                        one thread per element
  *
  * leaves_kernel adds the terms of one block in the same order as slices_kernel and fold_kernel.
- * Then it adds the blocks in a binary tree. So the result has the same bits as several calls
- * with one block each whose results are added in the tree. */
+ * Then it adds the blocks in a binary tree. So the result has the same bits as if the caller
+ * computed each block in a call of its own and added the results in the tree. */
 #include "cuda/common/launch.cuh"
 #include "cuda/experts/grouped.h"
 
@@ -49,9 +49,9 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the terms of each leaf in order, and then adds the leaves in a binary tree: x[b +
- * distance] to x[b], for distances 1, 2, 4 and so on. A leaf is one block of tokens (not a
- * CTA). Processes term t of all leaves together, so that their loads overlap. */
+/* A leaf is one block of tokens (not a CTA). Adds the terms of each leaf in order. Then adds
+ * the leaves in a binary tree: adds x[b + distance] to x[b], for distances 1, 2, 4 and so on.
+ * Loads term t of all leaves together, so that the loads overlap. */
 static __global__ void __launch_bounds__(THREADS)
     leaves_kernel(const __grid_constant__ p2p_leaves_job job)
 {

@@ -4,10 +4,10 @@
  *
  * A *slab* is the contiguous rows of one local expert in the receive buffer. A *tile* is up to
  * EXPERTS_TILE_ROWS rows of one slab. "Product" means a GEMM. "x" is the matrix that a forward
- * product multiplies by weights, and "y" is the result; "d_x" and "d_y" are their gradients. In
- * shapes, `slots` is p2p_slabs.num_slots, the number of rows of the receive buffer. `inner` is
- * the number of columns of the activations. `width` is inner, or 2 * inner for experts with a
- * gate.
+ * product multiplies by weights, and "y" is the result. "d_x" is the gradient of x, and "d_y"
+ * is the gradient of y. In shapes, `slots` is p2p_slabs.num_slots, the number of rows of the
+ * receive buffer. `inner` is the number of columns of the activations. `width` is inner, or 2 *
+ * inner for experts with a gate.
  *
  * All arrays are in device memory of this rank; no kernel accesses a peer's memory. Only the
  * device knows the number of rows of each expert. So a launcher chooses the grid for the
@@ -30,9 +30,9 @@
 /* maximum number of rows of the kernel for few rows (experts/grouped_few.cu) */
 #define EXPERTS_FEW_ROWS 128
 
-/* Returns the number of terms of a slice of a sum (split-K) in the kernels without tensor
- * cores. It is a multiple of EXPERTS_PLAIN_STEP. `depth`: number of terms of the whole sum. The
- * last slices may be shorter or empty. */
+/* With split-K, the kernels without tensor cores divide a sum of `depth` terms into `slices`
+ * slices. Returns the number of terms of one slice, a multiple of EXPERTS_PLAIN_STEP. The last
+ * slices may be shorter or empty. */
 RULE int64_t experts_plain_slice(int64_t depth, int64_t slices)
 {
     const int64_t cut = slices * EXPERTS_PLAIN_STEP;
@@ -73,7 +73,7 @@ typedef struct p2p_gemm {
     void *out;     /* FORWARD: [slots, n]; INPUT: [slots, k]; WEIGHT: [experts, k, n] */
     /* FORWARD: bias [experts, n], added to the rows that hold a token; NULL: none */
     const void *bias;
-    /* [slots]: factor of the bias in each row; NULL: 1 */
+    /* [slots]: the bias is multiplied by this factor in each row; NULL: all factors are 1 */
     const float *bias_weights;
     /* only if row_type is EPIC_E4M3: the scales of a [slots, blocks], one for each block of 128
      * elements of a row */
@@ -114,10 +114,9 @@ typedef struct p2p_gemm {
     float *slice_sums;
 } p2p_gemm;
 
-/* Returns an INPUT product that computes the same sums as the e4m3 product `g`. This conversion
- * is needed because the kernels for e4m3 are compiled only for INPUT. A FORWARD product becomes
- * an INPUT product if k and n are swapped, because FORWARD of e4m3 reads matrix b in the layout
- * of INPUT. */
+/* Returns an INPUT product that computes the same sums as the e4m3 product `g`. Kernels for
+ * e4m3 are compiled only for INPUT, so each FORWARD product must be converted. FORWARD of e4m3
+ * already reads matrix b in the layout of INPUT, so it is enough to swap k and n. */
 RULE p2p_gemm p2p_as_input(p2p_gemm g)
 {
     const int64_t k = g.k;
@@ -149,7 +148,7 @@ typedef struct p2p_activation_job {
     /* backward: output [slots, width]: gradient of the first GEMM's result */
     void *d_gate_up;
     /* backward: [slots, hidden]: gradient of the experts' output. Used only with
-     * EPIC_WEIGHT_EARLY and b_down, because dot(d_y, b_down) is then a part of
+     * EPIC_WEIGHT_EARLY and b_down, because dot(d_y, b_down) is then one term of
      * d_slot_weights. */
     const void *d_y;
     /* backward: [experts, hidden]: bias of the second GEMM; NULL: none */
@@ -164,7 +163,7 @@ typedef struct p2p_activation_job {
 } p2p_activation_job;
 
 /* Arguments of p2p_launch_bias(), which computes the gradient of a bias: out[e] is the sum of
- * weight * row over those rows of expert e that hold a token. */
+ * weight * row over all rows of expert e that hold a token. */
 typedef struct p2p_bias_job {
     p2p_slabs slabs;
     const void *rows;     /* [slots, n] of row_type: the rows to add */
@@ -216,7 +215,7 @@ typedef struct p2p_rows_job {
 
 /* Arguments of p2p_launch_losses(). It copies the balance loss (`first`) to to_first and the
  * z-loss (`second`) to to_second, and stores their sum to `sum`. Each pointer is to one float.
- * An input that is NULL counts as 0. An output that is NULL is not written. */
+ * If an input is NULL, its value counts as 0. If an output is NULL, it is not written. */
 typedef struct p2p_sum_losses_job {
     const float *first, *second;
     float *sum, *to_first, *to_second;
@@ -232,10 +231,10 @@ typedef struct p2p_loss_gradients_job {
 
 /* Arguments of p2p_launch_split(), p2p_launch_fold() and p2p_launch_fold_slices()
  * (experts/grouped_components.cu), with which bf16 tensor cores multiply float32 matrices. The
- * comments call these functions split, fold and fold_slices. split writes each value as the sum
- * of three bf16 values, its components. The GEMM of the components computes GATE_COMPONENTS
- * sums for each result. fold adds these sums. fold_slices adds them over all slices of the
- * GEMM. */
+ * comments call these functions split, fold and fold_slices. split converts each value to three
+ * bf16 values, its components; the value is the sum of its components. The GEMM of the
+ * components computes GATE_COMPONENTS sums for each result. fold adds these sums to get the
+ * result. fold_slices does so after a GEMM with split-K: it adds the sums of all slices. */
 typedef struct p2p_components_job {
     /* Input, float32. split: the values [rows, columns]. fold: the sums of the GEMM [rows,
      * GATE_COMPONENTS, columns]. fold_slices: the sums of the GEMM [slices, rows,
@@ -280,9 +279,9 @@ typedef struct p2p_gate_blocks_job {
 } p2p_gate_blocks_job;
 
 /* Arguments of p2p_launch_leaves(). A leaf is one block of tokens, and consists of `terms`
- * arrays [rows, columns]. The kernel adds the arrays of each leaf, and then adds the up to
- * GATE_BLOCKS leaves in a binary tree. Element [row, column] of term t of a leaf is at
- * from[leaf * leaf_stride + t * term_stride + row * row_stride + column]. */
+ * arrays [rows, columns]. The kernel first adds the arrays of each leaf, and then adds all
+ * leaves (at most GATE_BLOCKS) in a binary tree. Element [row, column] of term t of a leaf is
+ * at from[leaf * leaf_stride + t * term_stride + row * row_stride + column]. */
 typedef struct p2p_leaves_job {
     const float *from;
     float *to; /* [rows, columns]: the sum */
@@ -316,9 +315,10 @@ cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);
 
-/* Returns true if p2p_launch_plain_gemm() uses the kernel for few rows for this product. This
- * is so for FORWARD products of at most EXPERTS_FEW_ROWS rows with float32 weights and slices,
- * if the kernel is faster. This kernel does not read job->slabs.slabs and job->slabs.tiles. */
+/* Returns true if p2p_launch_plain_gemm() uses the kernel for few rows for this product. It
+ * uses this kernel for FORWARD products of at most EXPERTS_FEW_ROWS rows with float32 weights
+ * and slices, if the kernel is faster than plain_kernel. The kernel for few rows does not read
+ * job->slabs.slabs and job->slabs.tiles. */
 bool p2p_gemm_has_few_rows(const p2p_gemm *job);
 /* Launches the kernel for few rows. It writes the sums of the slices to job->slice_sums. */
 cudaError_t p2p_launch_few_rows(const p2p_gemm *job, cudaStream_t stream);

@@ -3,11 +3,12 @@
  * float32 value x into three bf16 values, its components: high = bf16(x), middle = bf16(x -
  * high), and low = bf16(x - high - middle). Together they have all 24 significant bits of x.
  *
- * If only one matrix is float32, the components of a row become separate columns. One GEMM
- * computes three sums for each result, and fold_kernel adds them. If both matrices are float32,
- * the components of both follow one another along the k dimension, which becomes GATE_PAIRS
- * times as long. One GEMM then adds the products of GATE_PAIRS pairs of components. The other
- * pairs are too small to change the result.
+ * If only one matrix is float32, the three components of a value are stored in three separate
+ * columns of the value's row. One GEMM computes three sums for each result, and fold_kernel
+ * adds these sums. If both matrices are float32, the components of both matrices are stored one
+ * after the other along the k dimension, which becomes GATE_PAIRS times as long. One GEMM then
+ * adds the products of GATE_PAIRS pairs of components. All other pairs have products that are
+ * too small to change the result.
  *
  *   split_kernel  from [rows, columns]    -> to  [rows, places, columns] one thread per element
  *   fold_kernel   sums [rows, 3, columns] -> out [rows, columns]         one thread per element
@@ -21,7 +22,7 @@
 
 #define THREADS 256
 
-/* Stores job.places components of each value, in the order of job.order. */
+/* Stores job.places components of each value, in the order that job.order defines. */
 static __global__ void __launch_bounds__(THREADS)
     split_kernel(const __grid_constant__ p2p_components_job job)
 {
@@ -91,7 +92,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns the number of CTAs to launch for `count` threads, which is at most 8 per SM. */
+/* Returns the number of CTAs to launch if `count` threads are needed. Returns at most 8 CTAs
+ * per SM. */
 static int ctas_for(const p2p_components_job *job, int64_t count)
 {
     const int64_t ctas = (count + THREADS - 1) / THREADS;

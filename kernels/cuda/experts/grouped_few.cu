@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* GEMM of a few rows and float32 weights, with sums that are cut into slices (split-K). It is
- * used for the gate of a layer in decoding, where a call has few tokens.
+/* GEMM for few rows and float32 weights, with split-K: each sum is cut into slices. It is used
+ * for the gate of a layer in decoding, where a call has few tokens.
  *
  *     out [slots, n] = a [slots, k] b [k, n]      slots <= EXPERTS_FEW_ROWS
  *
@@ -18,9 +18,9 @@
 #define COLUMNS 64
 #define THREADS 128
 #define ROWS_EACH (ROWS * COLUMNS / THREADS)
-#define TERMS 128 /* number of terms of all rows that are in shared memory at a time */
+#define TERMS 128 /* number of terms of each row that are in shared memory at a time */
 #define BATCH 32  /* number of weights that a thread loads at a time */
-/* plain_kernel is faster if there are more than ROWS rows and more multiplications than this */
+/* with more than ROWS rows and more multiplications than this, plain_kernel is faster */
 #define MOST_PRODUCTS (INT64_C(1) << 26)
 
 static __host__ __device__ __forceinline__ int64_t count_blocks(int64_t count, int64_t size)
@@ -28,8 +28,9 @@ static __host__ __device__ __forceinline__ int64_t count_blocks(int64_t count, i
     return (count + size - 1) / size;
 }
 
-/* Adds `terms` products to the sums of ROWS_EACH rows of one column. `rows`: the terms of these
- * rows. `weights`: the column's weights, which are `stride` elements apart. */
+/* Adds `terms` products to each of ROWS_EACH sums: one column of out, in ROWS_EACH rows.
+ * `rows`: the elements of matrix a for these rows. `weights`: the weights of the column; they
+ * are `stride` elements apart. */
 static __device__ __forceinline__ void add_terms(float (&sum)[ROWS_EACH],
                                                  const float (*rows)[TERMS],
                                                  const float *weights, int64_t stride,
@@ -66,7 +67,7 @@ static __global__ void __launch_bounds__(THREADS)
     float sum[ROWS_EACH] = {};
     for (int64_t begin = slice * each; begin < slice_end; begin += TERMS) {
         const int terms = (int)min((int64_t)TERMS, slice_end - begin);
-        __syncthreads(); /* all threads have read the previous terms */
+        __syncthreads(); /* wait until all threads have read the previous terms */
         for (int i = threadIdx.x; i < ROWS * terms; i += THREADS) {
             const int row = i / terms, term = i % terms;
             rows[row][term] =

@@ -28,8 +28,8 @@ typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32
 /* the driver's cuTensorMapEncodeTiled; NULL if the kernels cannot be used on this GPU */
 static encode_function encode;
 
-/* `count` matrices of the same shape, one after the other in memory. A TMA copy moves a box:
- * `lines` rows of 128 bytes. */
+/* `count` matrices of the same shape, one after the other in memory. A TMA copy moves a box,
+ * which has `lines` rows of 128 bytes. */
 struct Matrix {
     const void *data;
     /* count: number of matrices; 0: one matrix, with a tensor map of two dimensions */
@@ -121,8 +121,8 @@ static Job job_of(const p2p_gemm *g)
     return job;
 }
 
-/* Returns the number of CTAs to launch. It is at most g->sms, at most one for each possible
- * tile, and a multiple of `pair`, the number of CTAs of a cluster (1 or 2). */
+/* Returns the number of CTAs to launch. The number is at most g->sms and at most the maximum
+ * number of tiles. It is a multiple of `pair`, the number of CTAs of a cluster (1 or 2). */
 static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
 {
     const int64_t down =
@@ -155,7 +155,8 @@ static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
     return cudaLaunchKernelEx(&how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
 }
 
-/* Launches an e4m3 product as an INPUT product (p2p_as_input()). */
+/* Converts an e4m3 product to an INPUT product (p2p_as_input()), and launches the INPUT
+ * product. */
 template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cudaStream_t stream)
 {
     const p2p_gemm g = p2p_as_input(*forward);
@@ -184,8 +185,9 @@ static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
     return launch_hopper<T, T, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
 }
 
-/* INPUT products of bf16 that also add g->addend or the old values of out run without clusters,
- * because only the instance without clusters contains this addition. */
+/* An INPUT product of bf16 may also add g->addend or the old values of out to its results. Such
+ * a product runs without clusters, because only the instance without clusters contains this
+ * addition. */
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
     if (g->row_type == EPIC_E4M3)
@@ -206,8 +208,8 @@ static bool is_16_byte_aligned(const void *p)
     return (uintptr_t)p % 16 == 0;
 }
 
-/* Returns a text with the reason why the kernel does not support an e4m3 product, or NULL if it
- * does. */
+/* Returns NULL if the kernel supports the e4m3 product `g`. Otherwise returns a text with the
+ * reason why it does not. */
 static const char *why_e4m3_is_slow(const p2p_gemm *g)
 {
     const bool input = g->pass == EPIC_GEMM_INPUT;
@@ -240,8 +242,8 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
 }
 
 /* Loads one instance of the kernel and raises its limit of dynamic shared memory. Sets *good to
- * false if the build has no code for this GPU. In this case the kernel's body is empty, so that
- * it has 0 bytes of static shared memory. */
+ * false if the build has no code for this GPU. Without code for this GPU, the kernel's body is
+ * empty, so the kernel has 0 bytes of static shared memory. */
 template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper(bool *good)
 {
     cudaFuncAttributes attributes;

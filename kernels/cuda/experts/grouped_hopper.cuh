@@ -3,12 +3,12 @@
  * (experts/grouped.h) describes the products. Matrices a and b have 16-bit or e4m3 elements,
  * sums are float32, and k and n are multiples of 8.
  *
- * A tile of out has 128 x 256 elements. A CTA has three warpgroups. In the first, one thread
- * (the producer) copies parts of the matrices a and b to shared memory. The other two
- * warpgroups (the consumers) multiply them. `warpgroup` is the index of a consumer: consumer 0
- * computes the first 64 rows of the tile, and consumer 1 the last 64. A thread keeps its 128
- * results in registers, in the array `d`. Producer and consumers share a ring of STAGES stages
- * in shared memory. Each stage has two barriers, "full" and "empty":
+ * A tile of out has 128 x 256 elements. A CTA has three warpgroups. In the first warpgroup, one
+ * thread (the producer) copies parts of the matrices a and b to shared memory. The other two
+ * warpgroups (the consumers) multiply these parts. `warpgroup` is the index of a consumer:
+ * consumer 0 computes the first 64 rows of the tile, and consumer 1 the last 64. A thread keeps
+ * its 128 results in registers, in the array `d`. Producer and consumers share a ring of STAGES
+ * stages in shared memory. Each stage has two barriers, "full" and "empty":
  *
  *   producer   waits for empty[s]; copies 128 x 64 elements of matrix a and 64 x 256 elements
  *              of matrix b into stage s; the copies complete full[s]
@@ -20,9 +20,9 @@
  * The grid is persistent, and producer and consumers process the same tiles in the same order.
  * The two CTAs of a cluster compute a pair of tiles that are neighbours in a column. Then they
  * continue with the next pair. If both tiles belong to one expert, they need the same part of
- * matrix b. Each CTA then copies half of the part, and its multicast copy writes this half to
- * both CTAs. The CTAs decide for each pair of tiles whether they share the copies. So the two
- * tiles of a pair may also belong to different experts.
+ * matrix b. Each CTA then copies half of this part, and its multicast copy writes this half to
+ * the shared memory of both CTAs. If the two tiles of a pair belong to different experts, each
+ * CTA copies the parts of its own tile only.
  *
  * The kernel reads a and b in the caller's layout. The *summed dimension* is K of a GEMM; the
  * last column of the table names it. "Transposed" marks a matrix in which the summed dimension
@@ -59,7 +59,7 @@ static __device__ __forceinline__ void release_stage(const SharedLayout &at, int
 }
 
 /* Only in the pass WEIGHT: zeroes lines `first` to 63 of both matrices in a stage. These lines
- * are slots that have no token of the slab, so they must add nothing to the sums. Each consumer
+ * are slots without a token of the slab, so they must add nothing to the sums. Each consumer
  * zeroes half of the columns. `stage`: shared-memory address of the stage. */
 static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int warpgroup,
                                                   int thread)
@@ -77,18 +77,19 @@ static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int
     named_barrier_sync(BARRIER_BOTH, CONSUMERS);
 }
 
-/* Returns x, which must be equal in all lanes of a warp. The vote shows this to ptxas, so that
- * the wgmma descriptors stay in uniform registers in a branch on x. Without the vote, ptxas
- * computes them again before each wgmma, which made products of many tokens 4 to 6 % slower. */
+/* Returns x. Requires that x is equal in all lanes of a warp. The warp vote shows ptxas that x
+ * is uniform. So in a branch on x, ptxas keeps the wgmma descriptors in uniform registers.
+ * Without the vote, ptxas computes the descriptors again before each wgmma, and products of
+ * many tokens were 4 to 6 % slower. */
 static __device__ __forceinline__ bool uniform_in_warp(bool x)
 {
     return __any_sync(0xffffffffu, x);
 }
 
-/* Replaces multiply_tile() if none of this warpgroup's 64 rows holds a token. Waits for each
- * stage of the tile and releases it. Only the first warp does so. The other warps wait at the
- * barrier in store_tile(), so that no warp falls a whole round of the ring behind. Such a warp
- * would misread the parity of a stage's barrier. */
+/* Replaces multiply_tile() if none of this warpgroup's 64 rows holds a token. The first warp
+ * waits for each stage of the tile and releases it. The other warps do not wait for stages
+ * here, but at the barrier in store_tile(). So no warp can fall a whole round of the ring
+ * behind. Otherwise such a warp would misread the parity of a stage's barrier. */
 template <int CTAS>
 static __device__ __forceinline__ void skip_tile(const Tile &w, const SharedLayout &at,
                                                  Stage &s, int thread)
@@ -146,9 +147,9 @@ static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile
     if (w.steps > 0) release_stage<CTAS>(at, s.previous_index(), thread);
 }
 
-/* Positions of a thread's results in the 64 rows of its warpgroup, as wgmma defines them. The
- * result d[4 * j + i] is in row `row` if i < 2, otherwise in row `row` + 8. Its column is 8 * j
- * + column + i % 2. */
+/* The positions of a thread's results in the 64 rows of its warpgroup. wgmma defines these
+ * positions. The result d[4 * j + i] is in row `row` if i < 2, otherwise in row `row` + 8. Its
+ * column is 8 * j + column + i % 2. */
 struct Lane {
     int row, column;
 
@@ -159,7 +160,8 @@ struct Lane {
     }
 };
 
-/* Returns elements i and i + 1 of an array of the last argument's type, as float32. */
+/* Returns elements i and i + 1 of the array p as float32. The type of the elements is the type
+ * of the last argument. */
 static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __nv_bfloat16)
 {
     return __bfloat1622float2(*(const __nv_bfloat162 *)((const __nv_bfloat16 *)p + i));
@@ -170,7 +172,8 @@ static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __hal
     return __half22float2(*(const __half2 *)((const __half *)p + i));
 }
 
-/* Rounds two floats to the 16-bit type of the last argument, and packs them, x first. */
+/* Rounds x and y to the 16-bit type of the last argument, and packs both values into one word:
+ * x in the low half, y in the high half. */
 static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __nv_bfloat16)
 {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
@@ -207,9 +210,9 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
     }
 }
 
-/* Adds rows of `from` to the results before they are rounded. Each thread adds elements of the
- * rows `row` and row + 8, if these rows are below num_rows. Not used for float32 results, which
- * add_box() adds in memory. */
+/* Adds rows of `from` to the results before the results are rounded. Each thread has results in
+ * the rows `row` and row + 8, and adds to a row only if its index is below num_rows. Not used
+ * for float32 results, which add_box() adds in memory. */
 template <class Out>
 static __device__ __forceinline__ void add_rows(float (&d)[128], const void *from,
                                                 const Job &job, const Tile &w, int64_t row,
@@ -230,8 +233,8 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
     }
 }
 
-/* Before the results are rounded, adds job.addend to them if it is set, and the old values of
- * out if job.accumulate is set. In WEIGHT, the callers check job.accumulate. */
+/* Adds job.addend (if it is set) and the old values of out (if job.accumulate is set) to the
+ * results, before the results are rounded. In WEIGHT, the callers check job.accumulate. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void
 add_existing(float (&d)[128], const Job &job, const Tile &w, int warpgroup, const Lane &lane)
@@ -246,8 +249,8 @@ add_existing(float (&d)[128], const Job &job, const Tile &w, int warpgroup, cons
     if (job.accumulate) add_rows<Out>(d, job.out, job, w, w.row + line, w.tokens - line, lane);
 }
 
-/* Zeroes the rows without a token. `tokens`: number of rows of this warpgroup that hold a
- * token. */
+/* Zeroes the results in rows without a token. `tokens`: the first `tokens` rows of this
+ * warpgroup hold a token, the others do not. */
 static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
                                                     const Lane &lane)
 {
@@ -294,9 +297,10 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
     }
 }
 
-/* Copies the first `rows` lines of a box to out by ordinary stores. A TMA copy that extends
- * past the end of the slab would overwrite the next slab. `line_bytes`: size in bytes of a row
- * of out. `vectors`: number of 16-byte vectors of a line that are inside out. */
+/* Copies the first `rows` lines of a box to out by ordinary stores. Used at the end of a slab,
+ * because a TMA copy of a whole box would overwrite the first rows of the next slab.
+ * `line_bytes`: size in bytes of a row of out. `vectors`: number of 16-byte vectors of a line
+ * that are inside out. */
 static __device__ __forceinline__ void
 store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vectors, int thread)
 {
@@ -318,9 +322,9 @@ template <int PASS> static __device__ __forceinline__ int out_row(const Job &job
 }
 
 /* Rounds the results of a tile to type Out and stores them, one box of 64 rows after the other.
- * If not all rows of a box are stored, uses boxes of FEW_LINES rows. If the number of rows is
- * not a multiple of FEW_LINES, uses store_lines() instead. The warpgroup writes one box in
- * shared memory while a TMA copy reads the other box. */
+ * If the tile ends inside the box, stores only `rows` rows: as smaller boxes of FEW_LINES rows
+ * or, if `rows` is not a multiple of FEW_LINES, by store_lines(). While a TMA copy reads one
+ * box from shared memory, the warpgroup writes the next box to a second buffer. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void store_tile(const float (&d)[128], const Maps &maps,
                                                   const Job &job, const Tile &w, uint32_t boxes,
@@ -329,7 +333,7 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
     /* WIDE: number of columns of a box. COUNT: number of boxes next to each other in the
      * tile. */
     constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE;
-    /* number of rows of the slab, from this warpgroup's first row on */
+    /* number of rows to store, from this warpgroup's first row on */
     const int rows = w.rows - warpgroup * 64;
 #pragma unroll
     for (int q = 0; q < COUNT; q++) {
@@ -366,15 +370,15 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 /* The scales that a thread needs for an e4m3 tile. The thread has results in two rows: `first`,
  * and `second`, which is 8 rows below. Index 0 of the arrays is for the left 128 columns of the
  * tile, and index 1 is for the right 128 columns. Each block of 128 elements along the summed
- * dimension has its own scales. Four lanes have results in the same rows and share the loads:
- * lane i of the four loads the scales of blocks i, i + 4, and so on, four blocks before they
- * are used. */
+ * dimension has its own scales. Four lanes have results in the same rows, and share the loads
+ * of the scales: lane i of these four lanes loads the scales of blocks i, i + 4, i + 8 and so
+ * on. It loads the scales of a block four blocks before this block is used. */
 struct Scales {
     /* first, second: scales of the two rows of matrix a (NULL: the row has no token). b: scales
      * of matrix b for the left 128 columns. */
     const float *first, *second, *b;
-    /* steps: number of blocks along the summed dimension. right: distance in b from the scales
-     * of the left columns to the scales of the right columns. */
+    /* steps: number of blocks along the summed dimension. right: the scales of the right 128
+     * columns are at b + right. */
     int steps, right;
     float next_first, next_second, next_b[2];
     /* products of the scales of a and b for the four blocks in use */
@@ -403,10 +407,9 @@ struct Scales {
         next_b[0] = __ldg(b + step);
         next_b[1] = __ldg(b + right + step);
     }
-    /* Called every four blocks, when the four lanes have loaded the scales of the next four
-     * blocks. Each lane has loaded the scales of one block, and multiplies the scales of a by
-     * those of b. Then the lane starts to load the scales of block `step`, which is used four
-     * blocks later. */
+    /* Called once per four blocks. Each of the four lanes has loaded the scales of one of the
+     * next four blocks. The lane multiplies the scales of matrix a by the scales of matrix b.
+     * Then it starts to load the scales of block `step`, which are used four blocks later. */
     __device__ __forceinline__ void use_next_blocks(int step)
     {
 #pragma unroll
@@ -420,9 +423,9 @@ struct Scales {
 
 /* Computes this warpgroup's 64 rows of a tile from e4m3 elements. The tensor cores keep fewer
  * bits of a sum than float32 has, so they add only the 128 products of one block. Then each
- * thread multiplies its sums by the scale of the block and adds them to d. This multiplication
- * takes a quarter as many clock cycles as the wgmma. It overlaps with the copies, but not with
- * the wgmma of this warpgroup. */
+ * thread multiplies its sums by the scale of the block and adds them to d. The multiplication
+ * by the scale takes a quarter as many clock cycles as the wgmma. It overlaps with the copies
+ * of the producer, but not with the wgmma of this warpgroup. */
 template <int CTAS>
 static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const Job &job,
                                                           const Tile &w, const SharedLayout &at,
@@ -452,7 +455,8 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
             commit_wgmma();
             float scale[2] = {__shfl_sync(0xffffffffu, scales.now_first[h], k % 4, 4),
                               __shfl_sync(0xffffffffu, scales.now_second[h], k % 4, 4)};
-            /* keeps the shuffles before the wait, so that they run while the wgmma runs */
+            /* keeps the shuffles before the wait, so that the shuffles run while the wgmma
+             * runs */
             keep_in_registers(scale);
             if (h == 1 && k + 1 < w.steps) barrier_wait(at.full + 8 * s.index, s.parity);
             wait_wgmma<0>();
@@ -464,8 +468,8 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
     }
 }
 
-/* Computes and stores 64 rows of each tile of the CTA: warpgroup 0 the first 64 rows, warpgroup
- * 1 the last 64 rows. */
+/* Computes and stores 64 rows of each tile that the CTA processes. Warpgroup 0 has the first 64
+ * rows of a tile, warpgroup 1 the last 64 rows. */
 template <class T, class Out, int PASS, int CTAS>
 static __device__ __forceinline__ void
 run_consumer(const Maps &maps, const Job &job, const SharedLayout &at, int warpgroup, int rank)
@@ -509,8 +513,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ uint8_t memory[];
-    /* This array is in static shared memory. Its size shows load_hopper() that the body was
-     * compiled. */
+    /* This array is in static shared memory. Because its size is not 0, load_hopper() detects
+     * that the body was compiled. */
     __shared__ uint64_t barriers[2 * STAGES];
     const int group = threadIdx.x / 128, rank = CTAS == 2 ? cluster_rank() : 0;
     SharedLayout at;

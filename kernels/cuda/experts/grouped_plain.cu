@@ -10,9 +10,9 @@
  * A CTA computes tiles of BM x BN elements of out. Each of its 128 threads computes 8 x 8
  * elements of a tile, as four blocks of 4 x 4. The *summed dimension* is K of a GEMM: k in
  * FORWARD, n in INPUT, the tokens of the slab in WEIGHT. A CTA advances along the summed
- * dimension by BK elements per step. In each step, the threads read this step's tiles of
- * matrices a and b from shared memory as float32, and load the tiles of the next step into
- * registers.
+ * dimension by BK elements per step. In each step, the threads read parts of matrices a and b
+ * from shared memory as float32, and multiply them. Meanwhile they load the parts for the next
+ * step into registers.
  *
  * The kernel does not read rows without a token. If a row without a token is inside a slab, the
  * kernel writes zeros to the same row of out. An e4m3 matrix has one scale per block of
@@ -37,9 +37,9 @@
 #define THREAD_TILE 8 /* a thread computes THREAD_TILE x THREAD_TILE elements of a tile */
 /* number of unused floats after each row in shared memory, which avoid bank conflicts */
 #define ROW_PADDING 4
-/* number of groups of four elements that each thread loads from matrix a per step */
+/* number of groups of four elements of matrix a that each thread loads per step */
 #define A_FOURS (BM * BK / 4 / THREADS)
-/* number of groups of four elements that each thread loads from matrix b per step */
+/* number of groups of four elements of matrix b that each thread loads per step */
 #define B_FOURS (BN * BK / 4 / THREADS)
 
 /* The work that a CTA does at a time: one tile of out, or one slice of the sums of a tile. */
@@ -48,12 +48,12 @@ struct TileSlice {
     int64_t row;
     int64_t first;  /* in WEIGHT: the tile's first row in out[expert]; otherwise 0 */
     int64_t column; /* the tile's first column in out */
-    /* expert: local expert of the tile. depth: number of terms of a whole sum (of all slices).
-     * columns: number of columns of out. */
+    /* expert: local expert of the tile. depth: number of terms of a sum, in all slices
+     * together. columns: number of columns of out. */
     int64_t expert, depth, columns;
     int64_t begin, end; /* the slice consists of terms begin to end - 1 of each sum */
-    /* rows: number of rows of the tile that are stored. tokens: number of those rows that hold
-     * a token and are computed. */
+    /* rows: number of rows of the tile to store. tokens: number of these rows that hold a
+     * token, so that they must be computed. */
     int rows, tokens;
 };
 
@@ -62,8 +62,9 @@ static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
     return g.slices > 1 ? g.slices : 1;
 }
 
-/* Returns tile slice `index`. Tile slices are ordered by row of tiles, then by tile in the row,
- * and then by slice. */
+/* Returns tile slice `index`. The order of tile slices: all tiles of the first row of tiles
+ * from left to right, then the second row of tiles, and so on. All slices of a tile come one
+ * after the other. */
 template <int PASS>
 static __device__ TileSlice find_tile_slice(const p2p_gemm &g, int64_t index)
 {
@@ -111,7 +112,7 @@ static __device__ uint32_t y_type(const p2p_gemm &g)
 }
 
 /* Returns elements at, ..., at + 3 of the e4m3 array p, multiplied by *scale. Only the first
- * num_valid of them are inside the matrix; the others are returned as 0. */
+ * num_valid of these elements are inside the matrix. For the others, returns 0. */
 static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t at,
                                                         int num_valid, const float *scale)
 {
@@ -165,8 +166,9 @@ static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, 
         *(uint2 *)to = make_uint2(F16::pack_pair(x[0], x[1]), F16::pack_pair(x[2], x[3]));
 }
 
-/* Writes four elements to a matrix [BK][PITCH] in shared memory, from element [s][line] on.
- * Writes them down a column if TRANSPOSED is true, otherwise along a row. */
+/* Writes four elements to a matrix [BK][PITCH] in shared memory, the first one to position
+ * [s][line]. If TRANSPOSED is true, writes the next ones below it in the same column, otherwise
+ * next to it in the same row. */
 template <bool TRANSPOSED, int PITCH>
 static __device__ __forceinline__ void put_four_shared(float *to, int s, int line, float4 x)
 {
@@ -180,8 +182,8 @@ static __device__ __forceinline__ void put_four_shared(float *to, int s, int lin
     }
 }
 
-/* Returns the number of scales for `numbers` elements: one for each block of 128 elements,
- * rounded up. */
+/* Returns the number of blocks of 128 elements (rounded up) in `numbers` elements. Each block
+ * has one scale. */
 static __device__ __forceinline__ int64_t num_blocks(int64_t numbers)
 {
     return (numbers + 127) / 128;
@@ -202,10 +204,10 @@ template <int PASS, bool SCALED> struct StepTiles {
     static constexpr int A_PITCH = BM + ROW_PADDING, B_PITCH = BN + ROW_PADDING;
     float4 a[A_FOURS], b[B_FOURS];
 
-    /* These two functions return the position in the tile of this thread's n-th group of four
-     * elements. step_in_tile(): the group's first index along the summed dimension.
-     * line_in_tile(): its row of matrix a or column of matrix b. `lines`: number of rows or
-     * columns of the tile. */
+    /* In each step, a thread loads several groups of four elements of a tile. For the n-th
+     * group of this thread, step_in_tile() returns the group's first index along the summed
+     * dimension, and line_in_tile() returns its row of matrix a or column of matrix b. `lines`:
+     * number of rows or columns of the tile. */
     static __device__ __forceinline__ int step_in_tile(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;
@@ -272,17 +274,17 @@ template <int PASS, bool SCALED> struct StepTiles {
     }
 };
 
-/* Returns the index in the tile of row i of a thread. The threads of a CTA form a grid over the
- * tile, and `first` is the thread's row in this grid. A thread computes two blocks of four
- * adjacent rows. The distance between the blocks is `block_distance`, half of the tile's rows.
- * Also called for columns. */
+/* Returns the index in the tile of the i-th row that a thread computes. A thread computes eight
+ * rows: two blocks of four adjacent rows. `first`: index of the first block among the tile's
+ * blocks of four rows. `block_distance`: distance in rows between the two blocks (half of the
+ * tile's rows). Also used for columns. */
 static __device__ __forceinline__ int thread_line(int first, int i, int block_distance)
 {
     return first * 4 + i % 4 + (i < 4 ? 0 : block_distance);
 }
 
-/* Reads eight elements of a row of shared memory for a thread, at the positions of
- * thread_line(). */
+/* Reads the eight elements of a row in shared memory that a thread needs. They are at the
+ * positions that thread_line() returns. */
 static __device__ __forceinline__ void load_eight(const float *from, int block_distance,
                                                   float (&x)[THREAD_TILE])
 {
@@ -292,8 +294,9 @@ static __device__ __forceinline__ void load_eight(const float *from, int block_d
 }
 
 /* Stores four results x to row m of the tile, from column `column` of out on. If the row has no
- * token, the results become zeros. If the row has a token, adds the bias and g.addend to the
- * results, if they are set. If g.accumulate is set, adds the old values of out in every row. */
+ * token, the results become zeros. If the row has a token, first adds the bias and g.addend to
+ * the results, if they are set. If g.accumulate is set, also adds the old values of out, with
+ * or without a token. */
 template <int PASS, bool SCALED>
 static __device__ __forceinline__ void store_four(const p2p_gemm &g, const TileSlice &p, int m,
                                                   int64_t column, float *x)
@@ -342,8 +345,8 @@ static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, con
 }
 
 /* Computes the products. Each CTA computes every gridDim.x-th tile slice. Shared memory has two
- * buffers: the CTA multiplies the data of one step from one buffer, and writes the data of the
- * next step to the other buffer. */
+ * buffers: while the CTA multiplies the data of one step from one buffer, it writes the data of
+ * the next step to the other buffer. */
 template <int PASS, bool SCALED>
 static __global__ void __launch_bounds__(THREADS)
     plain_kernel(const __grid_constant__ p2p_gemm g)
@@ -427,9 +430,9 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns the number of CTAs to launch. It is one for each tile slice that the product can
- * have, but at most four per SM. The host can only use the maximum number of tiles, because it
- * does not know how many rows the slabs have. */
+/* Returns the number of CTAs to launch: the maximum number of tile slices of the product, but
+ * at most four CTAs per SM. Only the device knows how many rows the slabs have, so the host
+ * must assume the maximum number of tiles. */
 static int ctas_of(const p2p_gemm *g)
 {
     const int64_t columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;

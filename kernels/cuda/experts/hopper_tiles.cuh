@@ -2,10 +2,10 @@
 /* Tiles and producer of the matrix products on Hopper's tensor cores.
  * experts/grouped_hopper.cuh has the consumers, and describes the whole kernel.
  *
- * The producer thread copies parts of matrices a and b to shared memory, a ring of STAGES
- * *stages* with one part of each matrix. A *tile* is BM x BN elements of the result `out`. A
- * *slab* is the rows of one expert. PASS selects one of three GEMMs (epic_gemm_pass). The
- * *summed dimension* is K of a GEMM:
+ * The producer thread copies parts of matrices a and b to a ring of STAGES *stages* in shared
+ * memory. A stage contains one part of each matrix. A *tile* is BM x BN elements of the result
+ * `out`. A *slab* is the rows of one expert. PASS selects one of three GEMMs (epic_gemm_pass).
+ * The *summed dimension* is K of a GEMM:
  *
  *   product   result                                       summed dimension
  *   FORWARD   output of the experts' matrix product        k
@@ -42,13 +42,14 @@
 #define STAGE_BYTES (A_BYTES + B_BYTES)
 /* number of rows of the smaller boxes for parts of tiles; the swizzle repeats after 8 rows */
 #define FEW_LINES 16
-/* size in bytes of two boxes of results, which each consumer warpgroup has */
+/* Size in bytes of the memory for results of one consumer warpgroup: two boxes. */
 #define STORE_BYTES (2 * GROUP_BYTES)
 #define SHARED_BYTES (STAGES * STAGE_BYTES + 2 * STORE_BYTES + 1024)
 #define THREADS 384
 #define CONSUMERS 256
 
-/* The next values are ids of the CTA's named barriers. __syncthreads() uses id 0. */
+/* The next two values are ids of named barriers. Id 0 is not free, because __syncthreads() uses
+ * it. */
 /* barrier of consumer warpgroup 0; the barrier of warpgroup 1 has the next id */
 #define BARRIER_OWN 1
 /* barrier of both consumer warpgroups together */
@@ -67,7 +68,8 @@ struct E4m3 {
 /* Tensor maps, which describe three matrices to the hardware of TMA copies. */
 struct Maps {
     CUtensorMap a, b, out;
-    /* the matrices a and out in boxes of FEW_LINES rows; not set in WEIGHT */
+    /* maps of the matrices a and out for copies of boxes of FEW_LINES rows; not set in
+     * WEIGHT */
     CUtensorMap a_few, out_few;
 };
 
@@ -92,8 +94,8 @@ struct Job {
     /* not in WEIGHT: number of stages of a tile; each stage adds BK (e4m3: 128) products to
      * every sum */
     int steps;
-    /* number of rows of tiles in a group; with clusters: number of pairs of rows
-     * (p2p_gemm.group) */
+    /* number of rows of tiles in a group; with clusters, number of pairs of rows of tiles in a
+     * group (p2p_gemm.group) */
     int group;
     int accumulate;
     int leave_padding;
@@ -116,14 +118,14 @@ struct Tile {
     /* false: this CTA does not store the tile. Either the other CTA of the cluster stores it,
      * or the results are added to out (job.accumulate) and the expert has no token. */
     bool store;
-    /* true: both CTAs of the cluster need the same part of b, and each CTA copies half of it to
-     * both */
+    /* true: both CTAs of the cluster need the same part of matrix b, so each CTA copies half of
+     * this part to both CTAs */
     bool share;
 };
 
 /* Returns the number of rows of a tile that are stored. Usually all rows are stored, including
- * the padding. With job.leave_padding, only the rows with a token are stored. Their number is
- * rounded up to whole boxes of FEW_LINES rows, but not above tile.rows. */
+ * the padding. With job.leave_padding, only the rows with a token are stored: their number,
+ * rounded up to whole boxes of FEW_LINES rows, but at most tile.rows. */
 static __device__ __forceinline__ int rows_to_store(const Job &job, const slab_tile &tile)
 {
     const int whole_boxes = (tile.tokens + FEW_LINES - 1) / FEW_LINES * FEW_LINES;
@@ -136,8 +138,8 @@ static __device__ __forceinline__ int rows_to_store(const Job &job, const slab_t
  *
  * Tiles are ordered group by group (job.group), and column by column in a group, so that the
  * part of matrix b that is in use stays in the L2 cache. In WEIGHT, all tiles of one expert
- * come before the tiles of the next expert. In PASS_SLICES, all rows of tiles of one slice come
- * before those of the next slice. */
+ * come before the tiles of the next expert. In PASS_SLICES, all tiles of one slice come before
+ * the tiles of the next slice. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int num_tiles, int t,
                                                  int rank)
@@ -195,9 +197,9 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
     return true;
 }
 
-/* The position of a thread in the ring of stages. `index` is the stage. `parity` is the parity
- * of the phase for which the thread waits at the barriers of this stage. The parity changes
- * each time the thread comes back to stage 0. */
+/* The position of a thread in the ring of stages. `index` is the stage. `parity` is an argument
+ * for waits at the barriers of this stage: the parity (0 or 1) of the phase that must complete.
+ * The parity changes each time the thread comes back to stage 0. */
 struct Stage {
     int index, parity;
 
@@ -223,10 +225,10 @@ struct SharedLayout {
 /* ---------------------------------------------------------------------------- producer ---- */
 
 /* Starts to copy the part of matrix a for one stage to shared memory. `step`: the part's first
- * index along the summed dimension. The barrier `full` counts the bytes. FEW: copies only rows
- * with a token, in boxes of FEW_LINES rows. The other rows in shared memory then keep old
- * values. This does no harm, because these values change only results of rows without a
- * token. */
+ * index along the summed dimension. The barrier `full` counts the copied bytes. If FEW is true,
+ * copies only rows with a token, in boxes of FEW_LINES rows. The other rows in shared memory
+ * then keep old values. The old values do no harm, because they change only results of rows
+ * without a token. */
 template <int PASS, bool FEW>
 static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
                                               const Tile &w, int step)
@@ -244,8 +246,8 @@ static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uin
 }
 
 /* Starts to copy the part of matrix b for one stage. `step`: as in load_a(). If `share` is
- * true, CTA `rank` of the cluster copies only half of the part, but copies it to both CTAs. The
- * barrier `full` counts the bytes. */
+ * true, CTA `rank` of the cluster copies only half of the part, but copies this half to both
+ * CTAs. The barrier `full` counts the copied bytes. */
 template <int PASS>
 static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uint32_t full,
                                               const Tile &w, int step, bool share, int rank)

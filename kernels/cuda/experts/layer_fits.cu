@@ -5,9 +5,9 @@
  *   plan                        in, out: the header; on failure, result and checksum change
  *   expert_rows, expert_tokens  out [num_local]: zeros on failure, else unchanged
  *
- * Only thread 0 works. All ranks get the same result, because num_local in the header of the
- * plan is the maximum number of experts of a rank. After a failure, later operations with this
- * plan move no rows, and epic_check() returns the error.
+ * Only thread 0 works. All ranks get the same result, because h.num_local in the header of the
+ * plan is the maximum number of experts of any rank. After a failure, later operations with
+ * this plan move no rows, and epic_check() returns the error.
  *
  * The kernels that make and read the plan run on the same stream, so no fence is needed. */
 #include "cuda/common/launch.cuh"
@@ -15,7 +15,7 @@
 #include "cuda/experts/dense_tokens.h"
 
 /* Returns true if the plan does not fit the layer. In this case, sets `notice` to the fault and
- * the values for its error text. `h`: header of the plan. */
+ * to the values that its error text contains. `h`: header of the plan. */
 static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_header &h,
                                   p2p_notice &notice)
 {

@@ -8,10 +8,10 @@
  *   activation_backward_kernel   gradient of activations -> d_gate_up, d_slot_weights
  *   scale_kernel                 rows * weight, or rows + weight * bias
  *
- * A warp processes one row at a time. The kernels neither read nor write rows without a token,
- * except that elements of d_slot_weights become zero for them. Memory bandwidth should limit
- * the speed of the kernels, so the usual activations are compiled separately, without a branch
- * for each element. */
+ * A warp processes one row at a time. The kernels neither read nor write rows without a token.
+ * Exception: for such a row, the element of d_slot_weights becomes zero. Memory bandwidth
+ * should limit the speed of the kernels. So there is a separate instance for each usual
+ * activation function, which needs no branch per element. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/common/quantize.cuh"
@@ -34,14 +34,14 @@ static __device__ float add_lanes(float x)
 /* A slot, its local expert, and how its weight is used. */
 struct Slot {
     int64_t slot, expert;
-    /* One of these factors is the slot's weight, and the other one is 1. `input` multiplies the
-     * result of the first GEMM, and `early` multiplies the activation. */
+    /* One of the two factors is the slot's weight, and the other one is 1. The result of the
+     * first GEMM is multiplied by `input`, and the activation is multiplied by `early`. */
     float input, early;
 };
 
 /* Divides the slots among the warps of the grid. For each of its slots, a warp calls f(slot,
  * expert) if the slot holds a token, or padding(slot) if it is a padding slot. All lanes call
- * it. */
+ * f() or padding(). */
 template <class F, class P>
 static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padding)
 {
@@ -71,9 +71,10 @@ template <int V> struct Pair {
     float gate[V], up[V];
 };
 
-/* Loads columns [i, i + V) of gate and up from row `slot` of `from`. A row contains all gate
+/* Loads the gate and up columns [i, i + V) from row `slot` of `from`. A row contains all gate
  * columns and then all up columns. With job.experts.interleaved, gate and up columns alternate.
- * Without a gate, the columns of the row become `gate`. */
+ * For ungated experts, a row has only one kind of column, and the function returns these
+ * columns as `gate`. */
 template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job,
                                                     const void *from, int64_t slot, int64_t i)
@@ -173,7 +174,8 @@ static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activa
 
 /* Computes the activations of all slots. Each warp has only few loads in flight, because the
  * compiler moves no load before a store that may write the same memory. So the launch bounds
- * require several CTAs on each SM, whose warps hide the latency of the loads. */
+ * require several CTAs on each SM: while the warps of one CTA wait for loads, those of the
+ * others run. */
 template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -200,8 +202,9 @@ static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ?
         [](int64_t) {});
 }
 
-/* A block of 128 elements belongs to LANES adjacent lanes, each of which passes N elements in
- * x. Returns the bits of the largest absolute value in the block to all these lanes. */
+/* A block of 128 elements belongs to LANES adjacent lanes. Each of these lanes passes N
+ * elements in x. Returns, in all these lanes, the maximum absolute value of the block, as the
+ * bits of a float. */
 template <int N, int LANES>
 static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 {
@@ -213,8 +216,9 @@ static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 }
 
 /* Quantizes 32 * N elements of a row of n columns, from column `base` on, and stores them to
- * the rows `to` and `scales`. Each lane passes N of these elements in x. If V is above 1, they
- * are adjacent columns, otherwise columns that are 32 apart. Called by a whole warp. */
+ * the rows `to` and `scales`. Each lane passes N of these elements in x. If V is above 1, the
+ * elements of a lane are in adjacent columns, otherwise in columns that are 32 apart. Called by
+ * a whole warp. */
 template <int V, int N>
 static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *to,
                                                        float *scales, int64_t base, int64_t n)
@@ -238,8 +242,8 @@ static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *t
 }
 
 /* Computes activations and stores them in e4m3, with one scale for each block of 128 elements.
- * A lane processes one vector of V elements at a time. If V is 1, it processes four elements
- * that are 32 columns apart. */
+ * A lane processes one vector of V adjacent elements at a time. Exception: if V is 1, it
+ * processes four elements at a time, which are 32 columns apart. */
 template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS)
     quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -337,8 +341,9 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
     return dot;
 }
 
-/* Returns this lane's part of dot(d_y, b_down) for one slot. With EPIC_WEIGHT_EARLY the slot's
- * weight multiplies b_down, so this dot product is a part of the gradient of the weight. */
+/* Returns this lane's part of dot(d_y, b_down) for one slot. With EPIC_WEIGHT_EARLY, the layer
+ * multiplies b_down by the slot's weight. So this dot product is one term of the gradient of
+ * the slot's weight. */
 template <class T, int V>
 static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot &s)
 {
@@ -408,8 +413,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs to launch. There is one warp for each slot that may hold a token,
- * but there are at most CTAS_OF_SM CTAs per SM. */
+/* Returns the number of CTAs to launch: one warp for each slot that may hold a token, but at
+ * most CTAS_OF_SM CTAs per SM. */
 static int ctas_of(const p2p_slabs *slabs, int sms)
 {
     const int64_t rows = (int64_t)slabs->most_tiles * EXPERTS_TILE_ROWS;

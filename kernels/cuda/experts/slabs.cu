@@ -36,16 +36,15 @@ static __device__ int64_t sum_before(int64_t x, int64_t *memory, int64_t *total)
     return before;
 }
 
-/* Returns the caller's count for expert e, limited to [0, most], because the caller's count may
- * be wrong. */
+/* Returns counts[e], limited to [0, most], because the caller may have passed a wrong count. */
 static __device__ int64_t count_at(const int32_t *counts, int e, int64_t most)
 {
     const int64_t count = counts[e];
     return count < 0 ? 0 : count < most ? count : most;
 }
 
-/* Computes slabs and tiles. Each iteration of the outer loop handles THREADS experts, with rows
- * from first_row on and tiles from first_tile on. */
+/* Computes slabs and tiles. Each iteration of the outer loop handles THREADS experts. The rows
+ * of these experts begin at first_row, and their tiles begin at first_tile. */
 static __global__ void __launch_bounds__(THREADS)
     slabs_kernel(const __grid_constant__ p2p_slabs s)
 {

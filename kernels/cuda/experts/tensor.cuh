@@ -24,7 +24,8 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/* Arrives at the barrier. Its phase then also waits for `bytes` bytes of TMA copies. */
+/* Arrives at the barrier. The current phase of the barrier then completes only after TMA copies
+ * have also written `bytes` bytes. */
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -32,7 +33,8 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
                  : "memory");
 }
 
-/* Waits until the phase of the barrier with this parity (0 or 1) has completed. */
+/* Phases of a barrier have parity 0 and 1, alternately. Waits until the phase with parity
+ * `parity` has completed. */
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity)
 {
     asm volatile("{\n"
@@ -51,9 +53,9 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/* Arrives at the same barrier of CTA `cta` of the cluster. No memory order is needed, because
- * the arrival only reports that wgmma has read shared memory. A .release.cluster would be
- * slow. */
+/* Arrives at the barrier that has the same address in the shared memory of CTA `cta` of the
+ * cluster. No memory order is needed, because the arrival only reports that wgmma has read
+ * shared memory. A .release.cluster would be slow. */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
 {
     asm volatile("{\n"
@@ -158,14 +160,14 @@ __device__ __forceinline__ void add_box(const CUtensorMap *map, uint32_t from, i
                  : "memory");
 }
 
-/* Closes a group of box stores: those that this thread has started since the last call. */
+/* Puts all box stores that this thread has started since its last call into one group. */
 __device__ __forceinline__ void commit_boxes()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until this thread's box stores have read their data from shared memory, which may then
- * be overwritten. Does not wait for the newest PENDING groups. */
+/* Waits until this thread's box stores have read their data from shared memory, except the
+ * stores of the newest PENDING groups. Then the thread may overwrite this shared memory. */
 template <int PENDING> __device__ __forceinline__ void wait_boxes_read()
 {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -219,8 +221,9 @@ __device__ __forceinline__ uint64_t describe_factor(uint32_t address, int leadin
            (uint64_t)stride << 32 | 1ull << 62;
 }
 
-/* fence_wgmma() orders earlier accesses to registers before the next wgmma. commit_wgmma()
- * closes a group of wgmma. wait_wgmma() waits until at most PENDING groups are not complete. */
+/* fence_wgmma() orders earlier accesses to registers before the next wgmma. commit_wgmma() puts
+ * all wgmma since its last call into one group. wait_wgmma() waits until all groups except the
+ * newest PENDING groups are complete. */
 __device__ __forceinline__ void fence_wgmma()
 {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -236,7 +239,7 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Operands of inline assembly: 8, 64 or 128 registers with accumulators of wgmma, from d[i]
+/* Operands of inline assembly for the accumulators of wgmma: 8, 64 or 128 registers, from d[i]
  * on. */
 #define SUMS_8(d, i)                                                            \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
@@ -247,8 +250,8 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
 #define SUMS_128(d) SUMS_64(d, 0), SUMS_64(d, 64)
 
 /* One wgmma: d [64, 256] += a [64, 16] * b [16, 256]. If `add` is 0: d = a * b. TRANSPOSE_A is
- * 1 if the summed dimension is not contiguous in matrix a; TRANSPOSE_B is the same for matrix
- * b. */
+ * 1 if the summed dimension is not contiguous in matrix a. TRANSPOSE_B is 1 if it is not
+ * contiguous in matrix b. */
 #define WGMMA_256(type)                                                                        \
     asm volatile(                                                                              \
         "{\n"                                                                                  \
