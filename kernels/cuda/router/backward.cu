@@ -15,9 +15,10 @@
 
 #define MOST_WARPS 4
 
-/* Computes the parts and the divisor of a token's choices (struct Shares) in the same way as
- * forward. s [columns]: the softmax over all columns, or NULL. If s is NULL, the function loads
- * the logits of the chosen experts into z. */
+/* The weight of a choice is its part divided by the token's divisor (struct Shares). Computes
+ * the parts and the divisor of a token in the same way as forward. s [columns]: the softmax
+ * over all columns, or NULL. If s is NULL, the function loads the logits of the chosen experts
+ * into z. */
 __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_job &job,
                                                       const Chosen<2> &c, const float *s,
                                                       float (&z)[2], int64_t token)
@@ -38,9 +39,9 @@ __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_
     return compute_shares(job.rows, c, x);
 }
 
-/* On entry, g is the gradient of the weights. Replaces it by the gradient of the parts (struct
- * Shares). `scale`: the scale of the router. share_backward() in src/router explains the
- * formula. */
+/* On entry, g is the gradient of a token's weights. Replaces g by the gradient of the parts
+ * (struct Shares). `scale`: the router's factor for all weights. share_backward() in src/router
+ * explains the formula. */
 __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<2> &c,
                                                float scale, float (&g)[2])
 {
@@ -58,8 +59,8 @@ __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<
 
 /* Adds the gradient of the scores or logits of the chosen experts to d [columns], a row in
  * shared memory. g: gradient of the parts (struct Shares). z: logits of the chosen experts.
- * Adds one choice after the other, because two choices of a token may have the same expert, and
- * simultaneous additions would overwrite each other. */
+ * Adds one choice after the other, because two choices of a token may have the same expert. If
+ * two lanes added to the same element of d at the same time, one addition would be lost. */
 __device__ __forceinline__ void parts_backward(const epic_router &r, const Shares<2> &s,
                                                const Chosen<2> &c, const float (&z)[2],
                                                float (&g)[2], float *d)
@@ -81,8 +82,8 @@ __device__ __forceinline__ void parts_backward(const epic_router &r, const Share
 }
 
 /* Writes the gradient of all logits of a token. d [columns]: the gradient of the scores or, if
- * the weights come from logits, of the logits. s [columns]: the softmax over all columns, or
- * NULL. */
+ * the weights are computed from logits, the gradient of these logits. s [columns]: the softmax
+ * over all columns, or NULL. */
 template <int V>
 __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &job,
                                                const float *s, const float *d, int64_t token)
@@ -160,17 +161,18 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 /* maximum number of warps of a CTA; the warps divide the tokens among themselves */
 #define SCALE_WARPS 8
 
-/* Returns, on all lanes, what one choice adds to the gradient of its expert's scale: the
- * gradient of the choice's weight, multiplied by the weight without the expert's scale.
- * `place`: index of the choice (token * top_k + k). `s`: this warp's row in shared memory. */
+/* Returns, on all lanes, the term that one choice adds to the gradient of its expert's scale.
+ * The term is the gradient of the choice's weight, multiplied by the weight before the
+ * multiplication by the expert's scale. `place`: index of the choice (token * top_k + k). `s`:
+ * this warp's row in shared memory. */
 __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
                                              int64_t place)
 {
     const int k = (int)job.rows.router.top_k, choice = (int)(place % k);
     const int64_t token = place / k;
     float z[2];
-    /* All lanes must have read the row of the previous token, because it is overwritten
-     * next. */
+    /* Wait until all lanes have read the row of the previous token, because the next lines
+     * overwrite this row. */
     __syncwarp();
     if (needs_full_softmax(job.rows.router)) {
         load_row<0>(s, job.rows, token);

@@ -4,15 +4,17 @@
  * other value. An id is a column of the logits: an expert or a zero-expert (an expert whose
  * output is its input).
  *
- *   key          a selection value, mapped to an unsigned value in the same order; 0 equals -0
- *   IdOwnership  which lane owns which ids. Each lane has consecutive ids, in the order of
- *                lanes
+ *   key          a selection value, converted to an unsigned integer. Keys have the same order
+ *                as the selection values. 0 and -0 have the same key
+ *   IdOwnership  defines which lane owns which ids. Each lane has consecutive ids, in the order
+ *                of lanes
  *   Owned        the keys of a lane's ids: sorted in registers, or, if V is 0, in shared memory
  *
- * One warp processes one token. It repeats the following k times: it finds the largest key of
- * all lanes, and removes it from the first lane that has it. This lane owns the lowest id with
- * this key. If the router has groups of experts, the warp first computes the score of each
- * group, and keeps only the ids of the topk_groups groups with the largest scores. */
+ * One warp processes one token. It does the following k times: it finds the largest key of all
+ * lanes, chooses the id of this key in the first lane that has the key, and removes the key
+ * from this lane. The first lane owns the lowest id with this key. If the router has groups of
+ * experts, the warp first computes the score of each group, and keeps only the ids of the
+ * topk_groups groups with the largest scores. */
 #ifndef EPIC_CHOOSE_CUH
 #define EPIC_CHOOSE_CUH
 
@@ -39,8 +41,8 @@ __device__ __forceinline__ float value_of_key(uint32_t key)
     return key == KEY_NAN ? NAN : __uint_as_float(bits);
 }
 
-/* The keys of the ids [first, first + count) of a lane. They are in V registers, in descending
- * order. */
+/* The keys of the ids [first, first + count), which one lane owns. The keys are in V registers,
+ * in descending order. */
 template <int V> struct Owned {
     int first, count;
     uint32_t key[V];
@@ -66,8 +68,8 @@ template <int V> struct Owned {
                     key[j] = i & size ? high : low;
                 }
     }
-    /* Makes this lane the owner of the ids [first_id, first_id + num_ids). num_ids: at most
-     * V. */
+    /* Makes this lane the owner of the ids [first_id, first_id + num_ids), and reads their
+     * keys. num_ids: at most V. */
     __device__ __forceinline__ void read_keys(const uint32_t *keys, int first_id, int num_ids)
     {
         first = first_id;
@@ -78,8 +80,8 @@ template <int V> struct Owned {
         sort_keys();
     }
     /* Sets the keys of all ids of this lane to `value`. If `value` is not KEY_NONE, also sets
-     * them in `keys` in shared memory, because choose_by_lanes() compares the keys there to
-     * find ids. */
+     * the same keys in the array `keys` in shared memory, because choose_by_lanes() searches
+     * this array to find the id of a key. */
     __device__ __forceinline__ void set_keys(uint32_t *keys, uint32_t value)
     {
         if (value != KEY_NONE)
@@ -87,7 +89,7 @@ template <int V> struct Owned {
 #pragma unroll
         for (int v = 0; v < V; v++) key[v] = v < count ? value : KEY_NONE;
     }
-    /* Removes this lane's largest key if `mine` is true. */
+    /* If `mine` is true, removes this lane's largest key. */
     __device__ __forceinline__ void drop_largest(bool mine)
     {
 #pragma unroll
@@ -95,9 +97,10 @@ template <int V> struct Owned {
     }
 };
 
-/* The keys of the ids [first, first + count) of a lane, for any count. They are in shared
- * memory and not sorted. `best` is the current key: the largest key that has not been removed.
- * Its id is first + position. Equal keys are removed in ascending order of ids. */
+/* The keys of the ids [first, first + count), which one lane owns, for any count. The keys are
+ * in shared memory and not sorted. `best` is the current key: the largest key that has not been
+ * removed. The id of the current key is first + position. Equal keys are removed in ascending
+ * order of ids. */
 template <> struct Owned<0> {
     int first, count, position;
     uint32_t best;
@@ -111,8 +114,9 @@ template <> struct Owned<0> {
     {
         return first + position;
     }
-    /* Makes the next key after `last` the current key, in descending order of keys. Keys that
-     * equal `last` and are at positions after last_position come first. */
+    /* `last` is the key that was removed last, at position last_position. Makes the next lower
+     * key the current key. Exception: if a key at a position after last_position equals `last`,
+     * this key becomes the current key. */
     __device__ void find_next(uint32_t last, int last_position)
     {
         best = KEY_NONE;
@@ -132,23 +136,24 @@ template <> struct Owned<0> {
         position = 0;
         find_next(0xffffffffu, -1);
     }
-    /* Sets the keys of all ids of this lane to `value`, and makes the key of the first id the
+    /* Sets the keys of all ids of this lane to `value`. The key of the first id becomes the
      * current key. */
     __device__ void set_keys(uint32_t *to, uint32_t value)
     {
         for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
         find_next(0xffffffffu, -1);
     }
-    /* If `mine` is true, removes this lane's largest key, and makes the next key current. */
+    /* If `mine` is true, removes this lane's largest key; the next key becomes the current
+     * key. */
     __device__ void drop_largest(bool mine)
     {
         if (mine) find_next(best, position);
     }
 };
 
-/* How the lanes of a warp divide the expert ids. If there are at most 32 groups of experts, 1
- * << lane_bits lanes share the ids of one group. If there are more groups, each lane owns all
- * ids of groups_per_lane groups. */
+/* Defines how the lanes of a warp divide the expert ids among themselves. If there are at most
+ * 32 groups of experts, 1 << lane_bits lanes share the ids of one group. If there are more
+ * groups, each lane owns all ids of groups_per_lane groups. */
 struct IdOwnership {
     int groups; /* number of groups of experts; 1 if the router has no groups */
     int ids_per_group;
@@ -187,7 +192,8 @@ struct IdRange {
     int first, count;
 };
 
-/* Returns the ids of this lane. Only for routers with at most 32 groups. */
+/* Returns the range of ids that this lane owns. Only for routers with at most 32 groups of
+ * experts. */
 __device__ __forceinline__ IdRange own_ids(const IdOwnership &d)
 {
     const int begin = d.lane_of_group() * d.ids_per_lane;
@@ -196,16 +202,17 @@ __device__ __forceinline__ IdRange own_ids(const IdOwnership &d)
     return {d.group_of_lane() * d.ids_per_group + begin, max(count, 0)};
 }
 
-/* Returns the first lane whose `top` is the maximum of the warp. Called by all lanes. */
+/* Returns the index of the first lane that passes the maximum value of `top` in the warp.
+ * Called by all lanes. */
 __device__ __forceinline__ int best_lane(uint32_t top)
 {
     const uint32_t largest = __reduce_max_sync(ALL_LANES, top);
     return __ffs(__ballot_sync(ALL_LANES, top == largest)) - 1;
 }
 
-/* Returns the score of this lane's group of experts: the sum of its m largest selection values,
- * which are added from the largest to the smallest. `own`: a copy, from which the function
- * removes keys. Called by all lanes. */
+/* Returns the score of this lane's group of experts: the sum of the m largest selection values
+ * in the group, added from the largest to the smallest. `own`: a copy of this lane's keys; the
+ * function removes keys from the copy. Called by all lanes. */
 template <int V>
 __device__ __forceinline__ float score_group(const IdOwnership &d, Owned<V> own, int m)
 {
@@ -240,9 +247,10 @@ __device__ __forceinline__ bool keep_group(const IdOwnership &d, float score, in
 }
 
 /* For routers with more than 32 groups of experts: selects the topk_groups groups with the
- * largest scores. Each lane computes the scores of its groups, which are sums of m selection
- * values, and writes their keys to group_keys. The keys of the ids in all other groups become
- * `others`. Called by a whole warp. */
+ * largest scores. Each lane computes the scores of its groups (a score is the sum of the m
+ * largest selection values of a group), and writes the keys of these scores to group_keys. In
+ * `keys`, the keys of all ids in groups that are not selected become `others`. Called by a
+ * whole warp. */
 __device__ __noinline__ void keep_many_groups(const epic_router &r, const IdOwnership &d,
                                               uint32_t *keys, uint32_t *group_keys, int m,
                                               uint32_t others)
@@ -272,8 +280,8 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const IdOwne
 }
 
 /* Reads the keys of this lane's ids into `own`. If the router has groups of experts, also
- * selects groups. The keys of ids in the other groups become KEY_NONE or, if
- * router_others_out() returns false, KEY_ZERO. on_logits: true if the keys come from logits,
+ * selects topk_groups groups. Keys of ids in groups that are not selected become KEY_NONE or,
+ * if router_others_out() returns false, KEY_ZERO. on_logits: true if the keys come from logits,
  * false if they come from scores. */
 template <int V>
 __device__ __forceinline__ void read_own_keys(const epic_router &r, const IdOwnership &d,
@@ -315,10 +323,10 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &
     return c;
 }
 
-/* Chooses k experts for a token whose keys are in registers. These keys do not show their ids.
- * So the warp first finds the k largest keys and the lanes that own them. Then lane i compares
- * key i with the keys of all ids of its owner. If several ids of an owner have this key, the
- * lower id comes first. */
+/* Chooses k experts for a token whose keys are in registers. A sorted key does not show its id.
+ * So the warp first finds the k largest keys and, for each key, the lane that owns it. Then
+ * lane i compares key i with the keys of all ids that the owner of key i owns. If several of
+ * these ids have this key, the lower id is chosen first. */
 template <int J, int V>
 __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const uint32_t *keys)
 {
@@ -346,9 +354,9 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     return c;
 }
 
-/* Chooses top_k experts for a token by its keys [columns] in shared memory. group_keys: shared
- * memory for one key per group; used only if there are more than 32 groups. on_logits: as in
- * read_own_keys(). Called by a whole warp. */
+/* Chooses top_k experts for a token. keys [columns]: the token's keys in shared memory.
+ * group_keys: shared memory for one key per group; used only if there are more than 32 groups.
+ * on_logits: as in read_own_keys(). Called by a whole warp. */
 template <int V, int J>
 __device__ __forceinline__ Chosen<J> choose_experts(const epic_router &r, const IdOwnership &d,
                                                     uint32_t *keys, uint32_t *group_keys,

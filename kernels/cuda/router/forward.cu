@@ -16,8 +16,8 @@
 
 #define MOST_WARPS 4
 
-/* Returns the experts of a token from row token_ids[token] of the caller's table. If an id is
- * too large, it becomes -1. If the table does not have this row, all ids become -1. */
+/* Returns the expert ids in row token_ids[token] of the caller's table. An id that is too large
+ * becomes -1. If the table does not have this row, all ids become -1. */
 template <int J>
 __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, int64_t token)
 {
@@ -34,8 +34,8 @@ __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, i
     return c;
 }
 
-/* Returns the experts that the caller forces for a token. If an id is too large, it becomes
- * -1. */
+/* Returns the expert ids that the caller has chosen for a token. An id that is too large
+ * becomes -1. */
 template <int J>
 __device__ __forceinline__ Chosen<J> read_forced_row(const p2p_router_job &job, int64_t token)
 {
@@ -49,8 +49,8 @@ __device__ __forceinline__ Chosen<J> read_forced_row(const p2p_router_job &job, 
     return c;
 }
 
-/* The router's bias for the columns of this lane, or zeros. It is loaded before the logits, so
- * that both loads overlap. */
+/* The router's bias for the columns of this lane, or zeros. The bias is loaded before the
+ * logits, so that the loads of bias and logits overlap. */
 template <int V> struct Bias {
     float x[V > 0 ? V : 1];
 
@@ -88,7 +88,7 @@ __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *k
 }
 
 /* Computes the weights of a token's choices, and writes ids and weights to the outputs. `from`
- * [columns]: the token's scores or logits, whichever the router's weight_rule requires. */
+ * [columns]: the token's scores or its logits, depending on the router's weight_rule. */
 template <int J>
 __device__ __forceinline__ void write_weights(const p2p_router_job &job, const Chosen<J> &c,
                                               const float *from, int64_t token)
@@ -123,8 +123,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     float *const memory = (float *)dynamic_shared();
     const epic_router &r = job.rows.router;
     const int columns = job.rows.columns, words = row_words_of<V>(columns);
-    /* J: number of choices per lane. With more than 32 choices, V is 0
-     * (p2p_launch_router()). */
+    /* J: number of choices per lane. J is 2 only if V is 0, because with more than 32 choices
+     * p2p_launch_router() launches the instance with V = 0. */
     constexpr int J = V > 0 ? 1 : 2;
     const int64_t token = (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     const int group_words = r.num_groups > WARP ? row_words((int)r.num_groups) : 0;
@@ -162,9 +162,9 @@ static cudaError_t launch_width(const p2p_router_job *job, const IdOwnership &de
 }
 
 /* Launches the instance with the smallest V (4, 8 or 16) that is at least the number of columns
- * per lane and at least the number of ids per lane. If 16 is too small, if there are more than
- * 32 groups of experts, or if top_k is above 32, launches the instance for any router (V =
- * 0). */
+ * per lane and at least the number of ids per lane. Launches the instance for any router (V =
+ * 0) in three cases: 16 is too small, there are more than 32 groups of experts, or top_k is
+ * above 32. */
 extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)
 {
     const IdOwnership d = id_ownership(job->rows.router, job->rows.columns);

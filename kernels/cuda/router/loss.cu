@@ -9,8 +9,9 @@
  *
  * One warp processes one *run* of consecutive tokens (rules/rule.h). How tokens are divided
  * into runs depends only on the number of tokens, so the order of the additions does not depend
- * on the GPU. For the balance loss by sequences, each CTA counts the choices (a choice is a
- * token and one of its top_k experts) in every sequence that has tokens in one of its runs. */
+ * on the GPU. For the balance loss by sequences, each CTA counts the choices of each expert in
+ * every sequence that has tokens in one of the CTA's runs (a choice is a token and one of its
+ * top_k experts). */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 #include "rules/device_layout.h"
@@ -20,9 +21,9 @@
 
 enum Pass { FORWARD, BACKWARD };
 
-/* Writes the probabilities of a token's experts to p [columns]. They are the scores divided by
- * their sum. Returns the sum; for a softmax, returns 1. If the sum is 0, all probabilities are
- * 0. */
+/* Writes the probabilities of a token's experts to p [columns]. A probability is the expert's
+ * score divided by the sum of all scores. If this sum is 0, all probabilities are 0. Returns
+ * the sum; for a softmax, returns 1. */
 __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &rows, float *p,
                                                        int64_t token)
 {
@@ -41,8 +42,9 @@ __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &ro
 
 /* FORWARD: returns the token's term of the balance loss, which is the sum of probability * load
  * over the experts. BACKWARD: writes the gradient of the token's logits. `load` [num_experts]:
- * number of choices of each expert. `factor` (only BACKWARD): the gradient of the loss,
- * multiplied by factor_of(). p [columns]: output in shared memory, the probabilities. */
+ * for each expert, the number of choices that have this expert. `factor` (only BACKWARD): the
+ * gradient of the loss, multiplied by factor_of(). p [columns]: output in shared memory, the
+ * probabilities. */
 template <Pass PASS>
 __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const int32_t *load,
                                                float *p, double factor, int64_t token)
@@ -115,9 +117,9 @@ __device__ __forceinline__ TokenInterval clip_to_sequence(TokenInterval s, int64
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
 }
 
-/* Returns the factor by which the sum over the tokens is multiplied. This is job.factor. If
- * job.plan is set, job.factor is divided by the number of tokens of all ranks, which the plan
- * contains. The division is done job.num_divisions times. */
+/* Returns the factor by which the sum over the tokens is multiplied. Without job.plan, the
+ * factor is job.factor. With job.plan, divides job.factor by the plan's number of tokens of all
+ * ranks, job.num_divisions times (once or twice). */
 static __device__ double factor_of(const p2p_loss_job &job)
 {
     const device_plan_header *plan = (const device_plan_header *)job.plan;
@@ -152,8 +154,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
     double sum = 0;
     int64_t first = sequence ? all.begin / sequence * sequence : all.begin;
-    /* All threads of the CTA must execute the loop the same number of times, because
-     * count_sequence() has barriers. */
+    /* The loop bounds are equal in all threads of the CTA, because all threads must reach the
+     * barriers in count_sequence(). */
     while (first < all.end) {
         if (sequence) count_sequence(job, counts, first);
         const TokenInterval now = clip_to_sequence(own, first, sequence);
@@ -189,7 +191,8 @@ template <Pass PASS, bool Z>
 static cudaError_t launch_pass(const p2p_loss_job *job, cudaStream_t stream)
 {
     const int words = row_words(job->rows.columns);
-    /* number of warps whose rows fit into shared memory next to the counts of one sequence */
+    /* number of warps for which shared memory suffices: one row per warp, and one more row for
+     * the counts of a sequence */
     const int left = SHARED_BYTES / 4 / words - 1;
     const int warps = left < MOST_WARPS ? left : MOST_WARPS;
     return launch_kernel(loss_kernel<PASS, Z>, (LOSS_RUNS + warps - 1) / warps, warps * WARP,
@@ -213,8 +216,9 @@ extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStr
 
 /* ----------------------------------------------------------------------------- bias ---- */
 
-/* Computes bias += rate * sign(mean load - load). The sign is computed from the integer total
- * load - num_experts * load, which has no rounding errors. The grid has one CTA. */
+/* Computes bias += rate * sign(mean load - load). Computes the sign from integers: it is the
+ * sign of total load - num_experts * load. So there are no rounding errors. The grid has one
+ * CTA. */
 __global__ void __launch_bounds__(ADDERS)
     bias_update_kernel(float *bias, const int32_t *load, int64_t num_experts, float rate)
 {

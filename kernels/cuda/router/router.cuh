@@ -41,8 +41,8 @@ __device__ __forceinline__ int lane_id()
     return threadIdx.x % WARP;
 }
 
-/* Returns the index of column i in shared memory. A word of padding follows every 32 words. It
- * avoids bank conflicts between lanes that read 8 consecutive words each. */
+/* Returns the index of column i in shared memory. A word of padding follows every 32 words. The
+ * padding avoids bank conflicts if each lane reads 8 consecutive words. */
 __host__ __device__ __forceinline__ int padded_index(int i)
 {
     return i + (i >> 5);
@@ -55,7 +55,8 @@ __host__ __device__ __forceinline__ int row_words(int columns)
     return (columns + WARP - 1) / WARP * (WARP + 1);
 }
 
-/* Returns row_words() for V columns per lane. If V is 0, returns it for `columns` columns. */
+/* Returns the number of words that a row needs in shared memory: for 32 * V columns or, if V is
+ * 0, for `columns` columns. */
 template <int V> __host__ __device__ __forceinline__ int row_words_of(int columns)
 {
     return V > 0 ? V * (WARP + 1) : row_words(columns);
@@ -77,9 +78,9 @@ template <int V, class F> __device__ __forceinline__ void each_column(int first,
     }
 }
 
-/* Calls f(i) for each of this lane's columns i below `end`. If V is not 0, also calls it for
- * columns from `end` to 32 * V - 1, for which shared memory has words. This saves a comparison
- * per column. */
+/* Calls f(i) for each of this lane's columns i below `end`. If V is not 0, also calls f for the
+ * columns from `end` to 32 * V - 1, because this saves a comparison per column. Shared memory
+ * has words for these columns too. */
 template <int V, class F> __device__ __forceinline__ void each_place(int end, F f)
 {
     if (V > 0) {
@@ -101,8 +102,8 @@ template <class T> __device__ __forceinline__ T add_lanes(T x)
 }
 
 /* Returns the sum of f(i) over all columns, on every lane. Adds in the order of the CPU code:
- * one block of SUM_BLOCK columns after the other. In each block, each lane first adds its
- * columns, and then the lanes' sums are added. */
+ * one block of SUM_BLOCK columns after the other. In each block, each lane first adds its own
+ * columns. Then the sums of all lanes are added. */
 template <int V, class T, class F> __device__ __forceinline__ T add_columns(int columns, F f)
 {
     T total = 0;
@@ -151,14 +152,16 @@ __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, 
         ((float *)p)[i] = x;
 }
 
-/* Loads a row of type T into z in shared memory, as float32. */
+/* Loads a row of elements of type T, converts them to float32, and stores them in z in shared
+ * memory. */
 template <int V, class T>
 __device__ __forceinline__ void load_typed(float *z, const T *row, int columns)
 {
     each_column<V>(0, columns, [&](int i) { z[padded_index(i)] = load_element(row + i); });
 }
 
-/* Loads the logits of a token into row z [columns] in shared memory, as float32. */
+/* Loads the logits of a token, converts them to float32, and stores them in z [columns] in
+ * shared memory. */
 template <int V>
 __device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, int64_t token)
 {
@@ -171,8 +174,8 @@ __device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, 
         load_typed<V>(z, (const float *)rows.logits + first, rows.columns);
 }
 
-/* Writes the gradients d(i) of all logits of a token. If `accumulate` is set, adds them to the
- * old values. */
+/* Writes the gradients d(i) of all logits of a token to d_logits. If `accumulate` is set, adds
+ * the gradients to the old values instead. */
 template <int V, class F>
 __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t type,
                                                      int accumulate, int64_t token, int columns,
@@ -188,8 +191,8 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 
 /* --------------------------------------------------------------------------- scores ---- */
 
-/* Returns the maximum of `mine` over all lanes and ignores NaNs. Exception, as in the CPU code:
- * if `first`, the first value of the row, is NaN, returns NaN. */
+/* Returns the maximum of the values `mine` of all lanes, and ignores NaNs. Exception, as in the
+ * CPU code: if `first` is NaN, returns NaN. `first`: the first value of the row. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
 #pragma unroll
@@ -276,8 +279,8 @@ __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&
     return sum;
 }
 
-/* Replaces p, the logits of the chosen experts, by their softmax. A choice without an expert
- * gets 0. */
+/* On entry, p has the logits of the chosen experts. Replaces them by their softmax. A choice
+ * without an expert gets 0. */
 template <int J>
 __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J])
 {
@@ -302,9 +305,9 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
 }
 
 /* The values from which the weights of a token's choices are computed: weight = part / divisor
- * * scales of the router. parts[j] is the part of choice lane + 32 * j. is_divisor_variable:
- * true if the divisor depends on the parts; backward then also needs the gradient of the
- * divisor. */
+ * * scales of the router. In each lane, parts[j] is the part of choice lane + 32 * j.
+ * is_divisor_variable: true if the divisor depends on the parts. In this case backward also
+ * needs the gradient of the divisor. */
 template <int J> struct Shares {
     float parts[J];
     float divisor;
@@ -312,8 +315,8 @@ template <int J> struct Shares {
 };
 
 /* Computes the parts and the divisor of a token, as the router's weight_rule and normalize
- * require. x has one value per choice: the expert's score or logit, whichever weight_rule
- * requires. */
+ * require. x has one value per choice: the expert's score or its logit, depending on
+ * weight_rule. */
 template <int J>
 __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
                                                     const Chosen<J> &c, const float (&x)[J])
@@ -341,8 +344,8 @@ __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
 
 /* ------------------------------------------------------------------------ launching ---- */
 
-/* Returns the number of warps of a CTA. It is at most `most`, and so low that shared memory
- * suffices. `words`: number of words of shared memory that each warp needs. */
+/* Returns the number of warps of a CTA: as many as shared memory permits, but at least 1 and at
+ * most `most`. `words`: number of words of shared memory that each warp needs. */
 static inline int router_warps(int words, int most)
 {
     const int fit = SHARED_BYTES / (words * 4);

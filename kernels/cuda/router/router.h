@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Arguments ("jobs") and launchers of the kernels of the router and its losses, for the host
- * code of src/backend/p2p. This header is plain C. A *column* is one logit of a token, for an
- * expert or a zero-expert (an expert whose output is its input). A *choice* is a token and one
- * of its top_k experts. All arrays are in device memory of this rank. Every launcher enqueues
- * on `stream` and returns the error of the launch. */
+ * code of src/backend/p2p. This header is plain C. A *column* is one logit of a token. It
+ * belongs to an expert or to a zero-expert (an expert that returns its input as output). A
+ * *choice* is a token and one of its top_k experts. All arrays are in device memory of this
+ * rank. Every launcher enqueues on `stream` and returns the error of the launch. */
 #ifndef EPIC_CUDA_ROUTER_H
 #define EPIC_CUDA_ROUTER_H
 
@@ -33,10 +33,10 @@ typedef struct p2p_router_rows {
 /* Arguments of router forward. epic_router_args describes the arrays. */
 typedef struct p2p_router_job {
     p2p_router_rows rows;
-    /* [columns]: added to the scores when experts are chosen, but not when weights are
-     * computed; NULL: none */
+    /* [columns]: bias of the router, which is added to the scores when experts are chosen, but
+     * not when weights are computed; NULL: no bias */
     const float *bias;
-    /* [columns]: factor of the weights of each expert; NULL: all factors are 1 */
+    /* [columns]: the weights of expert e are multiplied by element e; NULL: no factors */
     const float *scale_of_expert;
     /* [num_tokens]: token t gets the experts in row token_ids[t] of `table` [table_rows,
      * top_k]. If token_ids and topk_idx_in are both NULL, the kernel chooses experts by their
@@ -59,7 +59,7 @@ typedef struct p2p_router_job {
 typedef struct p2p_router_backward_job {
     p2p_router_rows rows;
     const int32_t *topk_idx; /* [num_tokens, top_k]: the chosen experts, from forward */
-    /* [columns]: factor of the weights of each expert; NULL: all factors are 1 */
+    /* [columns]: the weights of expert e are multiplied by element e; NULL: no factors */
     const float *scale_of_expert;
     const float *d_weights;   /* [num_tokens, top_k]: gradient of the weights */
     void *d_logits;           /* output [num_tokens, columns] of grad_type */
@@ -71,14 +71,15 @@ typedef struct p2p_router_backward_job {
 /* Arguments of the balance loss or of the z-loss, forward and backward. */
 typedef struct p2p_loss_job {
     p2p_router_rows rows;
-    /* balance loss over all tokens: [num_experts]: number of choices of each expert */
+    /* balance loss over all tokens: [num_experts]: for each expert, the number of choices that
+     * have this expert */
     const int32_t *load;
     /* balance loss by sequences: [num_tokens, top_k]: the chosen experts */
     const int32_t *topk_idx;
     int64_t sequence_tokens; /* number of tokens per sequence; 0: the loss is over all tokens */
     double factor;           /* factor by which the sum over the tokens is multiplied */
-    /* a plan, or NULL; with a plan, the kernel divides `factor` by the plan's number of tokens
-     * of all ranks */
+    /* A plan, or NULL. With a plan, the kernel divides `factor` by the number of tokens of all
+     * ranks, which the plan contains. */
     const void *plan;
     /* how many times the kernel does this division: 1 or 2 */
     int32_t num_divisions;
