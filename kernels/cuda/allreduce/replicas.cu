@@ -14,16 +14,16 @@
  * sends zeros for the vectors of this expert. A round processes as many vectors of the list as
  * fit into the staging. In a round, all warps of all CTAs do the same work: if the grid has N
  * threads, thread t handles vectors t, t + N, ... Each word in staging is its own flag, as in
- * sum.cu: it is poison (0xffffffff) until the peer's word arrives. A warp sends all its vectors
- * of the round before it polls for the first one, so ranks cannot wait for each other in a
- * circle. */
+ * sum.cu: the word is poison (0xffffffff) until the peer's store arrives. A warp sends all its
+ * vectors of the round before it polls for the first vector of a peer. So ranks cannot wait for
+ * each other in a circle. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/view.cuh"
 
 #define BLOCK 512
-/* Value of an element of Replicas.nth or Replicas.mine: the expert is the only replica of its
- * logical expert, so there is nothing to add. */
+/* Special value of an element of Replicas.nth or Replicas.mine. It means: the logical expert
+ * has only one replica, so there is nothing to add. */
 #define SINGLE_REPLICA 0xffff
 /* Maximum number of levels of a binary tree over the leaves (blocks of experts) of a rank,
  * including the root. A rank has at most 128 leaves. */
@@ -37,18 +37,19 @@ struct Replicas {
         /* for each logical expert: number of its replicas on all ranks; only read_replicas()
          * needs this array */
         int32_t num_replicas[P2P_REPLICATED_EXPERTS + 1];
-        /* first[n]: index in `local` of the first replica of replicated expert n on this rank.
-         * Its last replica on this rank has the index first[n + 1] - 1. */
+        /* first[n]: index in `local` of the first replica on this rank of the replicated expert
+         * n. The last replica on this rank has index first[n + 1] - 1. */
         int32_t first[P2P_REPLICATED_EXPERTS + 1];
     };
     /* for each logical expert: its index n, or SINGLE_REPLICA if it is not replicated */
     uint16_t nth[P2P_REPLICATED_EXPERTS];
     /* for each local expert: the index n of its logical expert, or SINGLE_REPLICA */
     uint16_t mine[P2P_REPLICATED_EXPERTS];
-    /* the local experts whose logical expert is replicated, ordered by its index n */
+    /* the local experts that are replicas of a replicated expert, ordered by the index n of
+     * this expert */
     uint16_t local[P2P_REPLICATED_EXPERTS];
-    /* for each local expert: the index of its leaf (block of experts) in the sum tree among the
-     * leaves of this rank */
+    /* for each local expert: the index, among the leaves of this rank, of the leaf (block of
+     * experts) to which the expert belongs */
     uint16_t leaf[P2P_REPLICATED_EXPERTS];
     /* number of replicated experts */
     int32_t num_replicated;
@@ -138,8 +139,8 @@ static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2
     __syncthreads();
 }
 
-/* Four floats that a thread adds at a time: the floats [i, i + 4) of the replicated expert with
- * index `nth` (called n in Replicas). */
+/* Four floats that a thread adds at a time: elements [i, i + 4) of the array of the replicated
+ * expert `nth` (an index n of struct Replicas). */
 struct Quad {
     int nth;
     int64_t i;
@@ -151,9 +152,10 @@ __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &j
     return job.data + local * job.count;
 }
 
-/* Adds the four floats `part` of replicas on this rank to x. If this rank has several leaves,
- * adds only the replicas in leaf `leaf`; otherwise adds all replicas. `n`: index in r.local of
- * the first replica that has not been added yet; the function increments it. */
+/* Adds the four floats `part` of each replica on this rank to x. If this rank has several
+ * leaves, adds only the replicas in leaf `leaf`, otherwise all replicas. `n`: index in r.local
+ * of the first replica that has not been added yet. The function increases n by the number of
+ * replicas that it adds. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {
@@ -166,8 +168,8 @@ __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replic
     }
 }
 
-/* Returns the sum of the four floats `part` over the replicas on this rank, added in the order
- * of the leaves. Returns zeros if this rank has no replica of the expert. */
+/* Adds the four floats `part` of all replicas on this rank, in the order of the leaves, and
+ * returns the sum. Returns zeros if this rank has no replica of the expert. */
 static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &job,
                                  const Quad &part)
 {
@@ -188,9 +190,10 @@ static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &
     return F32::pack_floats(x);
 }
 
-/* Processes one round: the vectors [begin, begin + vectors) of the list that the top of this
- * file describes. `order`: the epic_sum_order in which the ranks' sums are added. MANY: as in
- * sum_replicas_kernel(). Returns false if the group has failed. */
+/* Processes one round: the vectors [begin, begin + vectors) of the list of all vectors, which
+ * the top of this file describes. `order`: an epic_sum_order, the order in which the sums of
+ * the ranks are added. MANY: as in sum_replicas_kernel(). Returns false if the group has
+ * failed. */
 template <bool MANY>
 static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
                                    const p2p_sum_replicas_job &job, uint32_t order,
@@ -221,10 +224,10 @@ static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
     return true;
 }
 
-/* Returns true if `data` of every rank has at least num_local rows, where num_local is the
- * maximum number of experts of a rank. If the result is false, CTA 0 also reports the first
- * rank that has announced fewer rows. ok becomes false if the group has failed, otherwise true.
- * Called by all threads of all CTAs. */
+/* Returns true if `data` of every rank has at least num_local rows. num_local: maximum number
+ * of experts of any rank. If the result is false, CTA 0 also reports an error with the first
+ * rank that has announced fewer rows. `ok` becomes false if the group has failed, otherwise
+ * true. Called by all threads of all CTAs. */
 static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replicas_job &job,
                                         int32_t num_local, bool &ok)
 {

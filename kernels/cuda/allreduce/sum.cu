@@ -8,9 +8,9 @@
  *   3. add      add the vectors of all ranks in rank or tree order, store the sum to data
  *
  * All warps of all CTAs do this work: if the grid has N threads, thread t handles vectors t, t
- * + N, ... Every word in staging is its own flag: it is poison (0xffffffff) until the peer's
- * store arrives. So the stores need no order. A warp sends all its vectors before it polls for
- * the first one. So ranks cannot wait for each other in a circle. */
+ * + N, ... Every word in staging is its own flag: the word is poison (0xffffffff) until the
+ * peer's store arrives. So the stores need no order. A warp sends all its vectors before it
+ * polls for the first vector of a peer. So ranks cannot wait for each other in a circle. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 

@@ -38,8 +38,8 @@ __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t cou
         if (i + e < count) data[i + e] = x[e];
 }
 
-/* Computes x = left + x. `left` is the sum of lower ranks or leaves, so it is the first
- * operand. */
+/* Computes x = left + x. `left` is the sum of lower ranks or leaves, so it is the first operand
+ * of each addition. */
 __device__ __forceinline__ void add_to_left(const float (&left)[4], float (&x)[4])
 {
 #pragma unroll
@@ -53,14 +53,15 @@ __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[
 }
 
 /* Adds vectors in a fixed binary tree. The vectors are the leaves, which the caller passes in
- * ascending order. left[level] is a sum of 2^level leaves that waits for its right sibling. It
- * is in use if bit `level` of the number of leaves passed so far is 1. */
+ * ascending order. left[level] contains a sum of 2^level leaves that waits for its right
+ * sibling. left[level] is in use if bit `level` of the number of leaves passed so far is 1. */
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
-    /* Adds leaf `leaf`, whose value is x, to the tree. As long as x is a right child, adds its
-     * left sibling left[level]; x is then a node one level higher. When x is a left child,
-     * stores it to left[level], where it waits for its right sibling. Overwrites x. */
+    /* Adds a leaf to the tree. `leaf`: index of the leaf. x: on entry the value of the leaf;
+     * the function overwrites it. While x is a right child, adds the left sibling left[level]
+     * to x, so that x becomes the parent node. When x is a left child, stores x to left[level],
+     * where it waits for its right sibling. */
     __device__ __forceinline__ void push_leaf(int leaf, float (&x)[4])
     {
         bool rises = true;
@@ -74,7 +75,7 @@ template <int LEVELS> struct Tree {
                 copy_floats(x, left[level]);
         }
     }
-    /* Sets x to the sum of all `leaves` leaves that were pushed. */
+    /* Sets x to the sum of all leaves. `leaves`: number of leaves that were pushed. */
     __device__ __forceinline__ void sum_leaves(int leaves, float (&x)[4]) const
     {
         bool some = false;
@@ -95,10 +96,11 @@ struct RankSum {
     const OpState &op;
     const p2p_self &self;
     uint32_t order; /* EPIC_BY_RANK or EPIC_TREE */
-    /* Staging has one part for each source rank. at: index of the vector's first float in each
-     * of these parts. */
+    /* Staging has one part for each rank that sends. at: index, within each part, of the first
+     * float of the vector. */
     int64_t at;
-    /* false: this thread has no vector, because its index is after the end of the list */
+    /* false: this thread has no vector to add now, because its index is not below the number of
+     * vectors */
     bool in;
     /* this rank's own vector */
     uint4 own;
@@ -122,9 +124,9 @@ struct RankSum {
     }
 };
 
-/* Only in backend `hosts`: posts the puts of the vectors that this warp has stored for other
- * hosts. `vectors`: number of vectors of the whole grid. Called by a whole warp after its last
- * call of send_floats(). */
+/* Only in backend `hosts`: posts the puts that send the vectors of this warp to other hosts.
+ * send_floats() has stored these vectors in the outbox. `vectors`: number of vectors of the
+ * whole grid. Called by a whole warp after its last call of send_floats(). */
 static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
 {
     const p2p_self &self = *op.self;
@@ -142,10 +144,10 @@ __device__ __forceinline__ uint4 neutral_vector()
     return make_uint4(F32::MINUS_ZERO, F32::MINUS_ZERO, F32::MINUS_ZERO, F32::MINUS_ZERO);
 }
 
-/* Waits until this thread's vectors of all ranks have arrived, and reads the vector of rank r
- * into q[r]. For a vacant seat, q[r] becomes neutral_vector(). Then stores poison in place of
- * the vectors in staging, for the next use. Called by a whole warp. Returns false if the group
- * has failed. */
+/* Waits until the vectors of all ranks have arrived for this thread, and reads the vector of
+ * rank r into q[r]. If seat r is vacant (no process has this rank number), q[r] becomes
+ * neutral_vector(). Then stores poison in place of the vectors in staging, for the next use.
+ * Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_UNROLLED_RANKS])
 {
     const p2p_self &self = s.self;
@@ -169,7 +171,7 @@ __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_
     return ok;
 }
 
-/* Like receive_floats(), but only for the vector of one rank, which it reads into x. */
+/* Like receive_floats(), but receives only the vector of one rank, and reads it into x. */
 __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (&x)[4])
 {
     const bool own = rank == s.self.rank;
@@ -184,7 +186,8 @@ __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (
 }
 
 /* Implements add_ranks() for any number of ranks: receives and adds the vector of one rank at a
- * time. Skips vacant seats, also as leaves of the tree. */
+ * time. Skips vacant seats (rank numbers without a process); they are no leaves of the tree
+ * either. */
 static __device__ bool add_ranks_looped(const RankSum &s, float (&x)[4])
 {
     const int ranks = s.self.num_ranks;
@@ -237,9 +240,9 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
 }
 
 /* Waits for the vectors of all ranks, and sets x to their sum. s.order selects the order of the
- * additions: in ascending order of ranks, or in a binary tree. If seats are vacant, only
- * add_ranks_looped() adds in a tree. MANY: true if the group has more
- * than MAX_UNROLLED_RANKS ranks. Called by one warp. Returns false if the group has failed. */
+ * additions: in ascending order of ranks, or in a binary tree. If seats are vacant, a tree is
+ * only possible with add_ranks_looped(). MANY: true if the group has more than
+ * MAX_UNROLLED_RANKS ranks. Called by one warp. Returns false if the group has failed. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
     return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);
