@@ -58,8 +58,8 @@ __device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, i
                                ROW::MINUS_ZERO);
 }
 
-/* Returns a bit mask of the peers to which choices of a token go. `choice`: the rank of this
- * lane's choice, or -1. Called by a whole warp. */
+/* Returns a bit mask of the peers to which choices of a token go. `choice`: the rank to which
+ * this lane's choice goes, or -1. Called by a whole warp. */
 __device__ __forceinline__ RankMask peers_of(const BackwardMove &m, int32_t choice)
 {
     RankMask touched = ranks_of_lanes(choice);
@@ -87,8 +87,8 @@ __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t tok
     }
 }
 
-/* Sets the vectors after the end of the row to -0, which does not change a dot product.
- * `vector`: index in the row of the piece's first vector. */
+/* Sets the vectors after the end of the row to -0, because adding -0 does not change a dot
+ * product. `vector`: index in the row of the piece's first vector. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, uint4 (&x)[V])
 {
@@ -201,8 +201,8 @@ store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float we
     store_quantized<V, ROW::N>(quantized_rows(m.job), slot, number, piece, m.policy);
 }
 
-/* Zeroes the rows of d_rows, their scales and d_slot_weights from slot `first` on. Each of
- * `threads` threads calls it with its own index `thread`. */
+/* For all slots from `first` on, zeroes the row of d_rows, the scales of this row, and the
+ * element of d_slot_weights. Each of `threads` threads calls it with its own index `thread`. */
 template <bool QUANTIZE>
 static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t thread,
                                   int64_t threads)
@@ -241,18 +241,19 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Ba
             [&](int32_t slot, int piece) { pad_piece<V, false, QUANTIZE>(m, slot, piece); });
 }
 
-/* Executes the extra work of a unit that has received span `span` of token `token` of this
- * rank. Every such unit zeroes some padding slots. One unit of each token also finishes the dot
- * products of token `token` - lag of every rank. `end`: the round ends before this token.
- * Returns false if the group has failed. */
+/* Called after a unit has received span `span` of `token`, a token of this rank. Does the extra
+ * work of this unit. Every such unit zeroes some padding slots. One unit of each token also
+ * finishes the dot products of token `token` - lag of every rank. `end`: the round ends before
+ * this token. Returns false if the group has failed. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
 {
     const int32_t finished_token = token - m.job.lag;
     const int spans = m.stride.spans;
-    /* The span whose unit finishes the dot products is chosen by a hash of the token, so that
-     * all warps get an equal share of this work. */
+    /* Of the units that receive spans of a token, only one finishes the dot products. A hash of
+     * the token selects the span of this unit, so that all warps get an equal share of this
+     * work. */
     const int finishing_span =
         (int)__umulhi((uint32_t)finished_token * 0x9e3779b9u, (uint32_t)spans);
     if (token >= m.round_begin && token < end &&
@@ -296,10 +297,10 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
 }
 
 /* Returns a bit mask of the ranks to which this rank itself sends its token `sent`. `peers`:
- * bit mask of all ranks that need the token. In p2p, and without relays, the result is `peers`.
- * With relays, it contains the peers on this host and, for each other host that needs the
- * token, this rank's mate there, which forwards the token (net/relay.cuh). `end`: the round
- * ends before this token. */
+ * bit mask of all ranks that need the token. Without relays (always in backend p2p), the result
+ * is `peers`. With relays, the result contains the peers on this host and, for each other host
+ * that needs the token, this rank's mate there. The mate forwards the token to the ranks of its
+ * host (net/relay.cuh). `end`: the round ends before this token. */
 __device__ __forceinline__ RankMask choose_routes(const BackwardMove &m, const UnitWalk &walk,
                                                   int32_t sent, int32_t end, RankMask peers)
 {

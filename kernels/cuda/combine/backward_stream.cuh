@@ -17,7 +17,7 @@
 
 #include "cuda/combine/backward.cuh"
 
-/* A slot on this rank of a token that a unit receives. */
+/* One of the slots to which a unit stores the token that it receives. */
 struct __align__(8) Slot
 {
     int32_t number;
@@ -33,7 +33,8 @@ struct Entry {
     uint32_t work;
     __extension__ RankMask
         peers[MANY_RANKS]; /* many ranks only: the peers, if the unit sends */
-    /* role: what the unit does (role_of()). span: index in the row of the unit's span */
+    /* role: what the unit does (role_of()). span: index of the unit's span (some pieces) in the
+     * row */
     int16_t role, span;
     /* first: index in the row of the unit's first piece. count: number of pieces. A unit
      * without work uses one buffer of the ring, which stays empty. */
@@ -41,7 +42,8 @@ struct Entry {
     Slot slots[WARP]; /* only if the unit receives: the token's slots on this rank */
 };
 
-/* Stores the peers of a unit that sends. Returns the value of Entry::work. */
+/* Stores in `entry` the peers to which its unit sends. Returns the value that the caller must
+ * store in Entry::work. */
 __device__ __forceinline__ uint32_t store_peers(Entry &entry, const RankMask &peers)
 {
 #if MANY_RANKS
@@ -53,7 +55,7 @@ __device__ __forceinline__ uint32_t store_peers(Entry &entry, const RankMask &pe
 #endif
 }
 
-/* Returns the peers of a unit that sends. */
+/* Returns the peers to which a unit sends. */
 __device__ __forceinline__ RankMask peers_in(const Entry &entry)
 {
 #if MANY_RANKS
@@ -76,7 +78,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     const BackwardMove &m;
     Entry *entries;
-    /* [DOTS][PITCH], in shared memory: the sum of each lane for each dot product */
+    /* [DOTS][PITCH], in shared memory: for each dot product, the sum of each lane */
     float *sums;
     Pieces ring;
     UnitWalk walk;        /* selects the unit that the warp begins next */
@@ -84,13 +86,13 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     int32_t end;          /* the round ends before this token */
     const Entry *copying; /* the unit whose pieces are being copied to the ring */
     const uint8_t *from;  /* address of this lane's bytes of the next piece of d_out */
-    /* this lane's address in row 0 of the caller's `rows`, at the current piece; for row i, add
-     * row_offset(i) */
+    /* address of this lane's bytes of the current piece in row 0 of the caller's `rows`; for
+     * row i, add row_offset(i) */
     const uint8_t *rows;
     const Slot *slot; /* the slot whose row is copied next */
     int32_t vector;   /* index in the row of the first vector of the current piece */
-    /* pieces: number of pieces of d_out of the unit that are left to copy. slots: number of
-     * slots whose rows are left to copy for the current piece. */
+    /* pieces: number of pieces of d_out that must still be copied for the unit. slots: number
+     * of slots from whose rows the current piece must still be copied. */
     int pieces = 0, slots = 0;
     /* begun: number of units that this warp has begun (they are in `entries`). copied: number
      * of units whose pieces have been copied, or are being copied, to the ring. used: number of
@@ -157,8 +159,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         return staged_row(m.op.inbox[rank_of_role(m.job.self, u.role)], u.token - m.round_begin,
                           m.shape.vectors);
     }
-    /* Selects the unit whose pieces copy_next() copies: the oldest begun unit that has not been
-     * copied. */
+    /* Selects the next unit for copy_next(), which copies the pieces of one unit at a time: the
+     * oldest unit that has been begun but not copied. */
     __device__ __forceinline__ void open_unit()
     {
         const Entry &entry = *(copying = &entries[copied++ % ENTRIES]);
@@ -218,7 +220,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         fill_end<ROW, V, EXACT>(m, its_vector, q);
         return true;
     }
-    /* Stores weight * x, rounded to type ROW. `to`: this lane's address in the piece. */
+    /* Stores weight * x, rounded to type ROW. `to`: address at which this lane's first vector
+     * of the piece is stored. */
     __device__ __forceinline__ void store_scaled(uint8_t *to, int32_t its_vector, float weight,
                                                  const float (&x)[V][ROW::N])
     {

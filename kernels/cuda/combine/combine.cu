@@ -25,8 +25,8 @@
  * Ranks cannot wait for each other in a circle. Only source units wait for other ranks. A warp
  * begins the source units of token t only after its own expert units of all tokens below t +
  * lag (lag > 0). Let t be the lowest token for which any warp of any rank waits. A warp that
- * has not yet reached the source units of token t waits for nothing, so it reaches them. Before
- * that it has sent its partial sums for token t, so the wait ends.
+ * has not yet reached the source units of token t waits for nothing, so it reaches these units.
+ * Before it begins them, it has sent its partial sums for token t. So the wait ends.
  *
  * combine/stream.cuh handles the common cases: aligned rows, and at most P2P_STREAM_LEAVES
  * leaves of the sum tree on each rank. Libraries for many ranks do not use it (MANY_RANKS,
@@ -185,10 +185,10 @@ extern "C" cudaError_t p2p_load_combine(void)
  * arrived when the warp reads them. This needs 5/4 of the number of tokens that all warps
  * together send at a time.
  *
- * Returns job.lag instead if job.lag is longer, if the computed lag is above 192, or in two
- * cases in which a longer lag does not help: every warp always gets the same piece of a row, or
- * the plan is FLAT and a warp's piece moves by less than half a row from one unit to the next.
- * The values are measured (docs/lab/cuda.md). */
+ * Returns job.lag instead if job.lag is longer than this lag, or if this lag is above 192. Also
+ * returns job.lag if a longer lag does not help, because every warp always gets the same piece
+ * of a row, or because the plan is FLAT and a warp's piece moves by less than half a row from
+ * one unit to the next. The values are measured (docs/lab/cuda.md). */
 static int lag_of(const p2p_combine_job &job, int num_sms)
 {
     const int pieces = (int)((job.row_bytes + STREAM_V * 512 - 1) / (STREAM_V * 512));

@@ -43,7 +43,8 @@ template <class ROW, class PART> struct PartialSum {
  * instruction that adds two 16-bit elements at once and rounds once. add_partials() rounds
  * twice: first to float32, then to ROW. The bits are equal, because double rounding does no
  * harm if the first type has at least 2 * p + 2 significant bits, where p is the number of
- * significant bits of ROW (8 or 11). Float32 has 24. */
+ * significant bits of ROW (8 or 11). This is at most 24, and float32 has 24 significant
+ * bits. */
 template <class ROW> __device__ __forceinline__ void add_nodes(uint4 &a, const uint4 &b)
 {
     PartialSum<ROW, ROW>::add_partials(&a, &b);

@@ -4,7 +4,8 @@
  * the tokens' ranks. The kernels of combine cannot do this, because in a FLAT plan each row has
  * top_k floats.
  *
- *   slot_floats    [num_rows, top_k] input: one per choice of the row's token on this rank
+ *   slot_floats    [num_rows, top_k] input: one for each choice that the row's token has on
+ *                  this rank
  *   choice_floats  [num_tokens, top_k]  output: one per choice of this rank's tokens
  *
  * All warps of all CTAs do the same work. If there are W warps, warp w handles tokens w, w + W,
@@ -44,8 +45,8 @@ struct FlatFloats {
     }
 };
 
-/* Sends to `rank` the floats of one of its tokens. `source`: index of this rank among the
- * sources of `rank` (floats_base()). Called by a whole warp. */
+/* Sends the floats (gradients of weights) of `token`, a token of `rank`, to `rank`. `source`:
+ * index of this rank among the sources of `rank` (floats_base()). Called by a whole warp. */
 static __device__ void send_floats(const FlatFloats &f, int rank, int source, int32_t token)
 {
     uint32_t *to = floats_base(f.job.self, f.op, f.job.self.heap[rank], source) +

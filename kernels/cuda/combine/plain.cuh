@@ -131,8 +131,8 @@ sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VE
 
 /* ---------------------------------------------------------------- leaves within a rank ---- */
 
-/* Returns the index of the leaf of the sum tree to which the slot's expert belongs. The first
- * leaf of this rank has index 0. */
+/* A leaf of the sum tree is a block of experts. Returns the index of the leaf to which the
+ * slot's expert belongs. The first leaf of this rank has index 0. */
 __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
 {
     const device_plan_header &h = c.plan.header;
@@ -188,9 +188,10 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 
 /* ------------------------------------------------------------------ floats that return ---- */
 
-/* Only in dispatch_backward: sends to `rank` the floats of one of its tokens. slot_floats has
- * one float for each choice of the token that goes to this rank. `to`: the array in the heap of
- * `rank` for floats from this rank. Called by a whole warp. */
+/* Only in dispatch_backward: sends the floats (gradients of weights) of `token`, a token of
+ * `rank`, to `rank`. slot_floats has one float for each choice of the token that goes to this
+ * rank. `to`: the array in the heap of `rank` for floats from this rank. Called by a whole
+ * warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
@@ -208,9 +209,9 @@ __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int
     post_put_floats(c.op, rank, to + (int64_t)token * float_stride(c.top_k), count);
 }
 
-/* Only in dispatch_backward: waits for the floats of this rank's token, and stores them to
- * choice_floats. Lane k handles choice k. Called by a whole warp. Returns false if the group
- * has failed. */
+/* Only in dispatch_backward: waits for the floats (one gradient of a weight per choice) of
+ * `token`, a token of this rank, and stores them to choice_floats. Lane k handles choice k.
+ * Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t token)
 {
     const p2p_self &self = c.job.self;

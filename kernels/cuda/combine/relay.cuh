@@ -32,7 +32,7 @@ __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit
            (u.piece * WARP + lane_id()) * P;
 }
 
-/* Stores this lane's vectors of one piece of a partial sum (`node`) to the staging `box`. */
+/* Stores `node`, this lane's vectors of one piece of a partial sum, to the staging `box`. */
 template <int P>
 __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u, uint8_t *box,
                                            const uint4 (&node)[P])

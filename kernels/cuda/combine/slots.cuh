@@ -7,9 +7,9 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Returns `slot`. If the caller's buffer is so small that it has no such row, returns 0. All
- * ranks report this error at the end of the operation, but until then peers wait for a row, so
- * some row must be sent. */
+/* Returns `slot`. If the caller's buffer is so small that it has no such row, returns 0. At the
+ * end of the operation, all ranks report that the buffer is too small. But until then peers
+ * wait for a row, so this rank must send some row. */
 template <class M> __device__ __forceinline__ int32_t clamp_slot(const M &m, int32_t slot)
 {
     return slot < m.job.num_rows ? slot : 0;

@@ -53,8 +53,8 @@ struct Entry { /* A unit that the warp has begun but not finished. It is in shar
     int32_t ranks[WARP];
 };
 
-/* The Entry of a unit if LEAVES is true. Its slots are in ascending order of leaves. The slots
- * of the same leaf are in ascending order of k. */
+/* The Entry of a unit if LEAVES is true. The array `slots` is in ascending order of leaves. The
+ * slots of the same leaf are in ascending order of k. */
 struct LeafEntry : Entry {
     uint32_t leaves; /* bit i is 1 if the token has slots in this rank's leaf i */
     uint32_t ends;   /* bit i is 1 if slots[i] is the last slot of its leaf */
@@ -99,7 +99,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
      * if the rank is this rank. */
     int32_t position_rank;
     const Slot *slot; /* the slot whose row is copied next */
-    /* this lane's address in row 0 of job.rows, at the current piece; for row i, add
+    /* address of this lane's bytes of the current piece in row 0 of job.rows; for row i, add
      * row_offset(i) */
     const uint8_t *rows;
     /* The unit whose pieces are being copied to the ring. vector: index in the row of the first
@@ -229,8 +229,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             load_source();
         }
     }
-    /* Returns the address in staging at which a token's partial sum from the peer at `position`
-     * arrives. */
+    /* `position` is a position of the sum order. Returns the address in staging at which the
+     * peer at this position stores its partial sum for a token. */
     __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int position)
     {
         const int rank = c.plan.header.rank_at[position];
@@ -370,9 +370,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             add_leaf(acc, sum, waiting, has_waiting, leaf, left);
         }
     }
-    /* Sets sum to this rank's partial sum, rounded to type ROW: the sum of weight * row over
-     * the unit's slots on this rank. With LEAVES, rounds the sum of each leaf, and adds these
-     * sums in a tree. */
+    /* Sets `sum` to this rank's partial sum for the unit's token, rounded to type ROW: the sum
+     * of weight * row over the token's slots on this rank. With LEAVES, rounds the sum of each
+     * leaf, and adds these sums in a tree. */
     __device__ __forceinline__ void add_rows_here(const Entry &u, uint4 (&sum)[V])
     {
         const int32_t count = u.num_slots;
@@ -384,7 +384,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             if (count)
                 add_leaves_here(u, sum);
             else
-                read_piece(u, q); /* an empty buffer */
+                read_piece(u, q); /* skip the empty buffer of the unit */
             return;
         }
         clear_sums(acc);
@@ -397,7 +397,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         round_sums(sum, acc);
     }
     /* Stores this rank's partial sum (`node`) to the staging of the token's rank. In
-     * dispatch_backward, the unit of the first piece also sends the token's floats. */
+     * dispatch_backward, the unit of the first piece also sends the token's floats (gradients
+     * of weights). */
     __device__ __forceinline__ void send_partial(const Entry &u, const uint4 (&node)[V])
     {
         const p2p_self &self = c.job.self;
@@ -433,9 +434,10 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
                     (int64_t)u.token * float_stride(c.top_k),
                 u.num_slots);
     }
-    /* Reads one piece of the partial sum of the peer at `position` from the ring into q. If the
-     * piece had not arrived when it was copied to the ring, waits for it in staging. Then
-     * stores poison to the staging for the next use. Returns false if the group has failed. */
+    /* The peer at `position` of the sum order sends a partial sum. Reads one piece of it from
+     * the ring into q. If the piece had not arrived when it was copied to the ring, waits for
+     * it in staging. Then stores poison to the staging for the next use. Returns false if the
+     * group has failed. */
     __device__ __forceinline__ bool receive_partial(const Entry &u, int position, uint4 (&q)[V])
     {
         uint4 *from = staged_partial(u.token, position);
@@ -556,8 +558,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         }
         return true;
     }
-    /* Only in dispatch_backward: waits for the token's floats, and stores them to
-     * choice_floats. Lane k handles choice k. Returns false if the group has failed. */
+    /* Only in dispatch_backward: waits for the token's floats (one gradient of a weight per
+     * choice), and stores them to choice_floats. Lane k handles choice k. Returns false if the
+     * group has failed. */
     __device__ __forceinline__ bool receive_floats(const Entry &u)
     {
         const p2p_self &self = c.job.self;

@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* combine and dispatch_backward of layers with one choice per token (top-1), if the output of
- * this rank lies in a window. If the outputs of all ranks lie in windows, the rank that has a
- * token's row stores the result directly into the output of the token's home rank
- * (net/windows.cuh). Otherwise the partial sums go through staging, like in combine.cu.
+ * this rank lies in a window (memory into which peers can store). If the outputs of all ranks
+ * lie in windows, the rank that has a token's row stores the result directly into the output of
+ * the token's home rank (net/windows.cuh). Otherwise the partial sums go through staging, like
+ * in combine.cu.
  *
- *   remote CTAs   the last CTAs of the grid. They multiply rows by their weights and store them
- *                 to peers. In dispatch_backward they also send the gradients of the weights
- *   local CTAs    the other CTAs. They multiply the rows of this rank's tokens and store them
- *                 to the output, write zeros for tokens without a slot, and receive the
- *                 gradients of the weights
+ *   remote CTAs   the last CTAs of the grid. They multiply rows by their weights and store the
+ *                 products to peers. In dispatch_backward they also send the gradients of the
+ *                 weights
+ *   local CTAs    the other CTAs. They multiply the rows of this rank's tokens by their weights
+ *                 and store the products to the output, write zeros for tokens without a slot,
+ *                 and receive the gradients of the weights
  *
  * If there is only one CTA, it is both a remote CTA and a local CTA. The kernel moves only rows
  * that are aligned to 16 bytes. net/windows.cuh lists which stores a rank must see before which
