@@ -37,9 +37,9 @@
 
 /* A unit of work: the packed row of one token, which one warp sends or receives. */
 struct Unit {
-    /* step: index of the step of the list in which the unit is. role: 0 if the unit's token is
-     * a token of this rank; n if it is a token of the rank that is n above this rank, modulo
-     * num_ranks (rank_of_role()). */
+    /* step: the unit belongs to the step of the list with this index. role: 0 if the unit's
+     * token is a token of this rank; n if it is a token of the rank that is n above this rank,
+     * modulo num_ranks (rank_of_role()). */
     int step, role;
     /* In lane k: choice k of the token (one of its top_k experts), and word k of the token's
      * record (its slots on this rank). take_unit() loads both before the warp moves the row. */

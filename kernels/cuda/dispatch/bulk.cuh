@@ -131,8 +131,8 @@ __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32
 
 /* Quantizes the row of `token`, a token of this rank, into a buffer. Returns true in a lane
  * that has stored a word of scales that equals poison. This word must be replaced before the
- * row is sent, because the receiver would take it for a word that has not arrived. Called by a
- * whole warp. */
+ * row is sent, because the receiver would take poison for a word that has not arrived. Called
+ * by a whole warp. */
 __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
                                              uint32_t buffer)
 {

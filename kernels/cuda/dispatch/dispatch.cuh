@@ -149,9 +149,9 @@ __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t 
     return peers;
 }
 
-/* Index with which a function addresses the escape words of `token`. With many ranks, the index
- * counts from the first token of the round, so that the array of escape words needs space only
- * for the tokens of one round. */
+/* Returns the index of a token in the array of escape words. Usually it is the index of the
+ * token itself. With many ranks, it counts from the first token of the round, so that the array
+ * needs space only for the tokens of one round. */
 #define ESCAPE_TOKEN(m, token) (MANY_RANKS ? (token) - (m).round_begin : (token))
 
 /* Stores piece `piece` of the row of `token` to the staging of `peers` (bit mask). `q`: this
@@ -374,8 +374,8 @@ __device__ __forceinline__ const volatile device_plan_header *header_of(const Di
 
 /* Decides whether warps also zero padding slots while they receive this rank's tokens.
  * slab_bits becomes log2 of the number of this rank's slabs (one slab per expert), rounded up,
- * or NOT_WITH_TOKENS. If this kernel makes the plan, waits for it. Called by a whole warp.
- * Returns false if the group has failed. */
+ * or NOT_WITH_TOKENS. If this kernel makes the plan, waits until the plan is complete. Called
+ * by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &slab_bits)
 {
     slab_bits = NOT_WITH_TOKENS;

@@ -64,7 +64,7 @@ __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_
 /* The local expert and the weight of one choice per lane, loaded before the token's row has
  * arrived. Lane n has the n-th choice of the token whose expert is on this rank. */
 struct FlatExtras {
-    uint64_t expert; /* a word of a record (peek_record()) */
+    uint64_t expert; /* word with the local expert, as peek_record() returns it */
     uint32_t weight; /* poison if it has not arrived yet */
 };
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Code that dispatch and combine_backward share. Both move rows of tokens to slots. In
- * dispatch, these are the tokens' rows. In combine_backward, they are the gradients of
- * combine's outputs. A unit is the work that a warp does at a time: it sends, forwards or
- * receives a span (some pieces) of one row. */
+/* Code that dispatch and combine_backward share. Both operations move one row per token to the
+ * token's slots. dispatch moves the rows of the tokens. combine_backward moves the rows of
+ * d_out, the gradient of combine's output. A unit is the work that a warp does at a time: it
+ * sends, forwards or receives a span (some pieces) of one row. */
 #ifndef EPIC_MOVING_CUH
 #define EPIC_MOVING_CUH
 

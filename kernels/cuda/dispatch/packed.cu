@@ -50,8 +50,8 @@ template <class OwnPiece> struct PieceFeed {
     /* row_end: the first vector that comes from `scales`, not from `row`. copy_end: the first
      * vector that is not copied. */
     int32_t row_end, copy_end;
-    /* vector: the first vector of the next piece to copy. pieces_left: number of pieces of the
-     * unit that have not been copied. */
+    /* vector: index of the first vector of the next piece to copy. pieces_left: number of
+     * pieces of the unit that have not been copied. */
     int32_t vector, pieces_left;
     /* the first token after the running round */
     int32_t round_end;

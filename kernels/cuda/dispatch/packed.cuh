@@ -37,8 +37,8 @@ struct PackedMove : DispatchMove {
     /* Shape of the caller's rows. own_shape.pieces is the number of pieces into which such a
      * row is packed. */
     RowShape own_shape;
-    /* number of vectors at the begin of a packed row that contain the row; the other vectors
-     * contain the scales */
+    /* number of vectors of a packed row that contain the row; the vectors after them contain
+     * the scales */
     int32_t row_vectors;
     int32_t own_span; /* number of pieces per span, for units that move the caller's rows */
 };
@@ -256,7 +256,8 @@ __device__ __forceinline__ void post_put_packed(const PackedMove &m, int rank, i
 
 /* --------------------------------------------------------- packed rows from two arrays ---- */
 
-/* A piece of this rank's packed row that comes from the caller's arrays tokens and scales. */
+/* A piece of a packed row of this rank, copied from the caller's arrays `tokens` and
+ * `scales`. */
 struct JoinedPiece {
     uint4 q[V];
     static constexpr bool QUANTIZED = false;

@@ -9,14 +9,14 @@
  *
  *   warp 1 of the last CTA  sends the permit of this rank to all peers: a message that allows
  *                           them to store rows into its window
- *   planner CTAs            make the plan, then count themselves in num_planned
+ *   planner CTAs            make the plan, then increment num_planned
  *   other CTAs              send the first `num_early_tokens` tokens through staging meanwhile
  *   all CTAs                wait for the plan and for the permits of all peers. If all permits
  *                           have arrived, remote CTAs store rows to peers and local CTAs do the
  *                           rest (windows.cuh). Otherwise all CTAs move all rows through
  *                           staging
  *   warp 0 of CTA 0         after a direct dispatch, waits until all peers have stored rows
- *   the CTA that is last    sets the counters to 0; after an error, clears the outputs
+ *   CTA that finishes last  sets the counters to 0; after an error, clears the outputs
  *
  * Memory order, for each store that another CTA or a peer must see before it continues:
  *
