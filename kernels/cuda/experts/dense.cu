@@ -7,7 +7,8 @@
  *   losses_kernel     balance loss, z-loss -> their sum  one thread
  *   incoming_kernel   gradients of the two losses        one thread
  *
- * The GEMMs of the dense part are in experts/grouped.h; for them, all rows form one slab. */
+ * The GEMMs of the dense part are grouped GEMMs (experts/grouped.h) with all rows in one
+ * slab. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"

@@ -44,8 +44,8 @@ static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int
     return t.topk_idx[choice] >= t.num_experts && t.topk_idx[choice] < t.num_columns;
 }
 
-/* Returns the sum of the weights of those choices of a token that are zero-experts, on every
- * lane. */
+/* Some choices of a token may be zero-experts. Returns the sum of the weights of these choices,
+ * on every lane. */
 static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64_t token)
 {
     float w = 0;
@@ -111,7 +111,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds factor * rows to sum, for V elements of `rows` from index `at` on. */
+/* Multiplies the V elements of `rows` from index `at` on by `factor`, and adds them to
+ * `sum`. */
 template <class T, int V>
 static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *rows, int64_t at,
                                                 float factor)

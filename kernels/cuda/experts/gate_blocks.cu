@@ -22,7 +22,8 @@ static __device__ __forceinline__ int64_t begin_of(const gate_blocks &b, int64_t
     return ((b.first + index) * b.units / b.total - b.first * b.units / b.total) * b.unit;
 }
 
-/* Writes the slabs of the blocks and of their slices, and the tiles of all tokens. */
+/* Writes one slab for each block, one slab for each slice of a block, and the tiles of all
+ * tokens. */
 static __global__ void __launch_bounds__(THREADS)
     blocks_kernel(const __grid_constant__ p2p_gate_blocks_job job)
 {

@@ -53,7 +53,8 @@ typedef struct p2p_slabs {
      * all rows hold a token */
     const int32_t *expert_tokens;
     int32_t *num_tiles; /* [1]: number of tiles of all slabs */
-    /* [most_tiles]: up to EXPERTS_TILE_ROWS rows of one slab each */
+    /* [most_tiles]: the tiles of all slabs; a tile is up to EXPERTS_TILE_ROWS rows of one
+     * slab */
     slab_tile *tiles;
     slab_range *slabs; /* [num_experts]: first row and number of tokens of each slab */
     int64_t num_slots;
@@ -87,8 +88,8 @@ typedef struct p2p_gemm {
     uint32_t pass;     /* an epic_gemm_pass */
     uint32_t row_type; /* epic_type of x and d_x */
     uint32_t y_type;   /* epic_type of y and d_y; 0: the same type as row_type */
-    /* epic_type of matrix b (in FORWARD and INPUT) and of bias. EPIC_E4M3 only if row_type is
-     * EPIC_E4M3; the bias then has y_type. */
+    /* epic_type of matrix b (in FORWARD and INPUT) and of bias. Must not be EPIC_E4M3 unless
+     * row_type is EPIC_E4M3. If it is EPIC_E4M3, the bias has y_type. */
     uint32_t weight_type;
     /* WEIGHT: epic_type of out. In FORWARD out has y_type. In INPUT it has row_type or, if
      * row_type is EPIC_E4M3, y_type. */
@@ -105,8 +106,8 @@ typedef struct p2p_gemm {
      * of tiles. 0: the launcher chooses it. */
     int32_t group;
     int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
-    /* If it is above 1: split-K. Each sum is divided into this many slices, which different
-     * CTAs compute. Requires a product with a single slab, which has all slots.
+    /* A value above 1 selects split-K: each sum is divided into this many slices, which
+     * different CTAs compute. Requires a product with a single slab, which has all slots.
      * p2p_launch_plain_gemm() adds the sums of the slices. p2p_launch_hopper_slices() leaves
      * this addition to its caller. p2p_launch_hopper_gemm() does not support slices. */
     int32_t slices;
@@ -214,16 +215,17 @@ typedef struct p2p_rows_job {
 } p2p_rows_job;
 
 /* Arguments of p2p_launch_losses(). It copies the balance loss (`first`) to to_first and the
- * z-loss (`second`) to to_second, and stores their sum to `sum`. Each pointer is to one float.
- * If an input is NULL, its value counts as 0. If an output is NULL, it is not written. */
+ * z-loss (`second`) to to_second, and stores their sum to `sum`. Each pointer points to one
+ * float. If an input is NULL, its value counts as 0. If an output is NULL, it is not
+ * written. */
 typedef struct p2p_sum_losses_job {
     const float *first, *second;
     float *sum, *to_first, *to_second;
 } p2p_sum_losses_job;
 
-/* Arguments of p2p_launch_incoming(), which computes the gradients of a layer's two losses. The
- * caller passes the gradients of the sum and of each loss. to[0] = all + balance, and to[1] =
- * all + z. */
+/* Arguments of p2p_launch_incoming(), which computes the gradients of a layer's two losses.
+ * `all`: gradient of the sum of the two losses. `balance`, `z`: gradients of the separate
+ * losses. The kernel writes all + balance to to[0], and all + z to to[1]. */
 typedef struct p2p_loss_gradients_job {
     const float *all, *balance, *z; /* NULL: 1 for `all`, 0 for `balance` and `z` */
     float *to;                      /* output [2]: the two gradients */

@@ -273,8 +273,8 @@ template <class T, int CTAS> static cudaError_t load_typed(bool *good)
     return error == cudaSuccess ? load_hopper<T, float, EPIC_GEMM_WEIGHT, CTAS>(good) : error;
 }
 
-/* Returns the driver's cuTensorMapEncodeTiled, or NULL if the driver does not have it. It is
- * looked up through the CUDA runtime, because EPIC does not link with libcuda. */
+/* Returns the driver's function cuTensorMapEncodeTiled, or NULL if the driver does not have it.
+ * Asks the CUDA runtime for the function's address, because EPIC does not link with libcuda. */
 static encode_function find_encode()
 {
     void *function = NULL;

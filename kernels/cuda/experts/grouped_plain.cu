@@ -35,7 +35,8 @@
 /* number of partial sums that slices_kernel loads before it adds them */
 #define SLICES_AT_ONCE 8
 #define THREAD_TILE 8 /* a thread computes THREAD_TILE x THREAD_TILE elements of a tile */
-/* number of unused floats after each row in shared memory, which avoid bank conflicts */
+/* number of unused floats after each row in shared memory; this padding avoids bank
+ * conflicts */
 #define ROW_PADDING 4
 /* number of groups of four elements of matrix a that each thread loads per step */
 #define A_FOURS (BM * BK / 4 / THREADS)
@@ -325,8 +326,8 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const TileS
     store_numbers_at(g.out, type, at, num_valid, x);
 }
 
-/* Returns the number of rows of out for a product whose sums are divided into slices. Such a
- * product has a single slab. */
+/* Returns the number of rows of out. Only for products with split-K (sums in slices), which
+ * have a single slab. */
 template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p_gemm &g)
 {
     return PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;

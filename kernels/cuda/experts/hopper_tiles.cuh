@@ -115,8 +115,9 @@ struct Tile {
     int tokens;
     /* FORWARD, INPUT: number of rows of the tile that are stored (rows_to_store()) */
     int rows;
-    /* false: this CTA does not store the tile. Either the other CTA of the cluster stores it,
-     * or the results are added to out (job.accumulate) and the expert has no token. */
+    /* false: this CTA does not store the tile, for one of two reasons. Either the other CTA of
+     * the cluster stores it, or the expert has no token and the results, all 0, would be added
+     * to out (job.accumulate). */
     bool store;
     /* true: both CTAs of the cluster need the same part of matrix b, so each CTA copies half of
      * this part to both CTAs */
