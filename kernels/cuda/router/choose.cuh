@@ -158,7 +158,7 @@ struct IdOwnership {
     int groups; /* number of groups of experts; 1 if the router has no groups */
     int ids_per_group;
     int lane_bits;       /* log2 of the number of lanes that share a group */
-    int groups_per_lane; /* number of groups whose ids one lane owns; 1 if lanes share groups */
+    int groups_per_lane; /* number of groups that one lane owns; 1 if lanes share groups */
     int ids_per_lane;    /* maximum number of ids that a lane owns */
 
     __device__ __forceinline__ int lanes_per_group() const
@@ -175,7 +175,7 @@ struct IdOwnership {
     }
 };
 
-/* Returns how lanes divide the ids of `columns` columns. */
+/* Returns the division of `columns` ids among the lanes of a warp. */
 static inline IdOwnership id_ownership(const epic_router &r, int columns)
 {
     IdOwnership d = {r.num_groups ? (int)r.num_groups : 1, 0, 0, 1, 0};

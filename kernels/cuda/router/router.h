@@ -89,7 +89,7 @@ typedef struct p2p_loss_job {
     double *runs;
     void *loss;                    /* forward: output [1] of loss_type */
     void *d_logits;                /* backward: output [num_tokens, columns] of grad_type */
-    uint32_t loss_type, grad_type; /* an epic_type each */
+    uint32_t loss_type, grad_type; /* epic_type of loss, and of d_logits */
     int32_t accumulate;            /* 1: add the gradients to d_logits; 0: overwrite d_logits */
     int32_t is_z_loss;             /* 1: z-loss; 0: balance loss */
 } p2p_loss_job;
