@@ -41,7 +41,8 @@ struct Replicas {
          * n. The last replica on this rank has index first[n + 1] - 1. */
         int32_t first[P2P_REPLICATED_EXPERTS + 1];
     };
-    /* for each logical expert: its index n, or SINGLE_REPLICA if it is not replicated */
+    /* for each logical expert: its index n, or SINGLE_REPLICA if the expert is not
+     * replicated */
     uint16_t nth[P2P_REPLICATED_EXPERTS];
     /* for each local expert: the index n of its logical expert, or SINGLE_REPLICA */
     uint16_t mine[P2P_REPLICATED_EXPERTS];
