@@ -181,9 +181,9 @@ extern "C" cudaError_t p2p_load_combine(void)
 }
 
 /* Returns the lag: the number of tokens for which a warp sends partial sums before it adds the
- * partial sums of the first token. It should be so long that the peers' partial sums have
- * arrived when the warp reads them. This needs 5/4 of the number of tokens that all warps
- * together send at a time.
+ * partial sums of the first token. With a lag that is long enough, the peers' partial sums have
+ * arrived when the warp reads them. The lag is 5/4 of the number of tokens for which all warps
+ * together send partial sums at a time.
  *
  * Returns job.lag instead if job.lag is longer than this lag, or if this lag is above 192. Also
  * returns job.lag if a longer lag does not help, because every warp always gets the same piece

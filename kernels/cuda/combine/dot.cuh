@@ -100,8 +100,9 @@ template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *la
     return Dot<ROW>::LAST == 1 ? (s.x + s.z) + (s.y + s.w) : s.x + s.z;
 }
 
-/* Multiplies two rows x and y in one block of 1024 elements. Returns this lane's part of the
- * dot product (lane_sum()). add_lanes() adds the parts of all lanes. */
+/* x and y are this lane's elements of two rows, in one block of 1024 elements. Returns this
+ * lane's part of the block's dot product (lane_sum()). add_lanes() adds the parts of all
+ * lanes. */
 template <class ROW, int V>
 __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4 (&y)[V])
 {
