@@ -89,7 +89,7 @@ static __device__ __forceinline__ bool uniform_in_warp(bool x)
 /* Replaces multiply_tile() if none of this warpgroup's 64 rows holds a token. The first warp
  * waits for each stage of the tile and releases it. The other warps do not wait for stages
  * here, but at the barrier in store_tile(). So no warp can fall a whole round of the ring
- * behind. Otherwise such a warp would misread the parity of a stage's barrier. */
+ * behind. A warp that is so far behind would misread the parity of a stage's barrier. */
 template <int CTAS>
 static __device__ __forceinline__ void skip_tile(const Tile &w, const SharedLayout &at,
                                                  Stage &s, int thread)
