@@ -81,7 +81,7 @@ typedef struct p2p_loss_job {
     /* A plan, or NULL. With a plan, the kernel divides `factor` by the number of tokens of all
      * ranks, which the plan contains. */
     const void *plan;
-    /* how many times the kernel does this division: 1 or 2 */
+    /* how many times the kernel divides `factor` by this number: 1 or 2 */
     int32_t num_divisions;
     int32_t pad;
     const float *d_loss; /* backward: [1]: gradient of the loss; NULL: the gradient is 1 */
