@@ -36,13 +36,12 @@ kernels/cuda/dispatch kernels/cuda/allreduce
 kernels/cuda/combine
 kernels/cuda/lowlat
 src/backend
-src/backend/shared src/bootstrap src/members
+src/backend/shared src/bootstrap
 src/net
 src/net/striped
 src/backend/self src/backend/threads src/backend/shm src/backend/mpi src/backend/p2p src/net/ucx
 src/backend/hosts
 src/context
-src/regroup
 src/plan
 src/exchange
 src/host_ops

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The part of a transport that makes the next generation of a group. A *generation* is the
  * group between two changes of its members, for example the members that continue after a
- * failure (src/regroup).
+ * failure (src/context/regroup.c).
  *
  * The members exchange messages to decide which of them continue. A message waits in the
  * mailbox of a seat (rank number) until the rank on that seat receives it. Each member prepares

@@ -14,7 +14,7 @@
 #include "base/tags.h"
 
 struct exchange;         /* defined in exchange/exchange.h */
-struct context_decision; /* defined in regroup/regroup.c */
+struct context_decision; /* defined in context/regroup.c */
 struct window_table;     /* defined in exchange/windows.c */
 
 struct epic_context {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The decision on the next generation of a group (src/members) as a model for Spin: N seats, any
+/* The decision on the next generation of a group (src/context/members.c) as a model for Spin: N seats, any
  * order of steps, at most DEATHS deaths at any moment. docs/internals/members.md describes the
  * protocol.
  *

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests the decision on the next generation (src/members): single cases by hand, then random
+/* Tests the decision on the next generation (src/context/members.c): single cases by hand, then random
  * deaths, stops and delays in a simulated group. */
 #include "members.h"
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A simulated group of seats that decide on the next generation (src/members). A source of
+/* A simulated group of seats that decide on the next generation (src/context/members.c). A source of
  * choices decides which message arrives next, which seat dies, stops or goes on, and when time
  * passes. Messages between two seats keep their order. */
 #ifndef MEMBERS_SIM_H
@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "members/members.h"
+#include "context/members.h"
 
 #define SIM_SEATS 7
 #define SIM_QUEUE 64

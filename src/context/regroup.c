@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Implements epic_regroup and epic_members. A *generation* is the group between two changes of
- * its members. The state machine in src/members decides on the next generation: a leader
+ * its members. The state machine in members.c decides on the next generation: a leader
  * proposes it, and the other members prepare its memory and accept it. This file sends the
  * messages of the state machine over a transport (backend/regroup.h), and then lets the context
  * enter the new generation. docs/internals/members.md describes the protocol. */
@@ -14,7 +14,7 @@
 #include "base/sized.h"
 #include "bootstrap/bootstrap.h"
 #include "context/context.h"
-#include "members/members.h"
+#include "context/members.h"
 
 #define MS 1000000
 /* The sequence numbers of the operations in generation g begin at g << 32. So no two operations

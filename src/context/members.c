@@ -4,7 +4,7 @@
  * the current generation. The leader is the lowest seat that is not dead and that the other
  * seats have not given up on. docs/internals/members.md explains why the rules of this file
  * suffice, and tests/model/members.pml checks them. */
-#include "members/members.h"
+#include "context/members.h"
 
 #include <string.h>
 
