@@ -385,6 +385,8 @@ static int inject_fault(int i)
     unsigned seed = 99 + (unsigned)i;
     fault = (enum fault)(i % NUM_FAULTS);
     if (fault == TWO_KILLED && num_ranks < 3) fault = KILLED;
+    /* a single rank is no majority, so it cannot evict a peer that may live */
+    if (fault == STOPPED && num_ranks < 3) fault = LEFT;
     draw_victim(i);
     second_delay_us = (unsigned)rand_r(&seed) % 8000;
     second = num_ranks > 2 ? (victim + 1 + rand_r(&seed) % (num_ranks - 1)) % num_ranks : -1;
