@@ -3,7 +3,8 @@
  * and rows that ranks exchange.
  *
  * In the backend `hosts`, some ranks are on other hosts (hosts.h). Every address that differs
- * between the backends `p2p` and `hosts` is chosen in this file:
+ * between the backends `p2p` and `hosts` is chosen in this file, except the places of expert ids
+ * in the array `ids` (lowlat/plan.cuh):
  *
  *   a peer on this host      stores into this rank's heap, over NVLink
  *   a peer on another host   stores into its own outbox; the net copies the words into this
@@ -151,6 +152,13 @@ __device__ __forceinline__ p2p_group_words *group_words(const p2p_self &self)
     return (p2p_group_words *)(self.heap[self.rank] + self.at.broken);
 }
 
+/* Returns the word `broken`, the failure of the group. In backend `hosts`, reads a copy in
+ * control memory. The net writes the word itself to the net inbox, where reads may be slow. */
+__device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
+{
+    return load_relaxed(HOSTS ? &control_of(self)->net->broken : &group_words(self)->broken);
+}
+
 /* Returns the bit mask of the vacant seats. A seat is a rank number below num_ranks. It is
  * vacant if no process has this rank number at present. So a vacant seat announces nothing, has
  * no tokens and receives nothing. Its heap may be unmapped, so kernels must not access it. */
@@ -221,6 +229,13 @@ __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
         self.operation == EPIC_OP_DISPATCH || self.operation == EPIC_OP_COMBINE_BACKWARD;
     if (ranks_per_host(self) && relayed) return self.heap[self.rank];
     return inbox_base(self, q);
+}
+
+/* In p2p, this version reads the address from `op`, in shared memory. */
+__device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, const OpState &op,
+                                                   int q)
+{
+    return HOSTS ? row_inbox_base(self, q) : op.heap;
 }
 
 /* Returns the rank to report as the culprit if a wait for rows of rank q fails: q, or the relay

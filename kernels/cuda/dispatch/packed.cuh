@@ -219,7 +219,7 @@ __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int ra
     uint4 *staged = staged_row(m.op.inbox[rank], token - m.round_begin, m.shape.vectors);
     if (!receive_piece<V, false>(m.op, peer, staged, vector, m.shape.vectors, copied, q))
         return false;
-    uint8_t *heap = HOSTS ? row_inbox_base(m.job.plan.self, rank) : inbox_base(m.op, rank);
+    uint8_t *heap = row_inbox_base(m.job.plan.self, m.op, rank);
     uint32_t *escapes = escapes_at(m, heap, source, token, piece);
     if (!QUANTIZED && !unhide_poison<V>(m.op, peer, q, escapes)) return false;
     poison_piece<V, false>(staged, vector, m.shape.vectors);

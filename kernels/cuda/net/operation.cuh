@@ -110,13 +110,6 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
                        self.at.staging + (first + source_index) * self.at.source_bytes);
 }
 
-/* Returns the word `broken`, the failure of the group. In backend `hosts`, reads a copy in
- * control memory. The net writes the word itself to the net inbox, where reads may be slow. */
-__device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
-{
-    return load_relaxed(HOSTS ? &control_of(self)->net->broken : &group_words(self)->broken);
-}
-
 /* Returns two words that describe the members of the group: the number of the generation (low
  * half) and the bit mask of the vacant seats (high half). */
 __device__ __forceinline__ uint64_t read_members(const p2p_self &self)

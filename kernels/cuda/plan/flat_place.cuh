@@ -81,8 +81,7 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = wrap_rank(self.rank + i, self.num_ranks);
         if (is_vacant(op, q)) continue;
-        uint64_t *to = (uint64_t *)self.heap[q] + record;
-        if (HOSTS) to += record_word_offset(self, q);
+        uint64_t *to = (uint64_t *)self.heap[q] + record + record_word_offset(self, q);
         const uint32_t first_chunk =
             __ballot_sync(ALL_LANES, c[0].owner == q) & lanes.token_lanes;
         const uint32_t second_chunk =

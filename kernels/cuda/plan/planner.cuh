@@ -117,8 +117,7 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = wrap_rank(self.rank + i, self.num_ranks);
         if (vacant >> q & 1) continue;
-        uint64_t *to = (uint64_t *)self.heap[q] + base;
-        if (HOSTS) to += record_word_offset(self, q);
+        uint64_t *to = (uint64_t *)self.heap[q] + base + record_word_offset(self, q);
         const uint32_t first_chunk =
             __ballot_sync(ALL_LANES, c[0].rank == q) & lanes.token_lanes;
         const uint32_t second_chunk =
