@@ -309,8 +309,10 @@ def check_layer(rank: int) -> None:
     kernel = method.moe_kernel
     assert isinstance(kernel.prepare_finalize, exchange.EpicPrepareAndFinalize)
     assert kernel.fused_experts == "experts" and made.uses_epic
-    with pytest.raises(epic.torch.EpicUnsupportedError, match="has shared experts: must have none"):
-        made.forward_modular(torch.ones(1), None, None, object())
+    # vLLM itself computes the shared experts, so the operator gets only the routed ones.
+    operators = SimpleNamespace(epic_routed_experts=lambda *passed: passed)
+    with patch.object(torch.ops, "vllm", operators):
+        assert made.forward_modular("x", "w", "ids", object(), "x") == ("x", "w", "ids", "layers.0")
 
     made.method = SimpleNamespace(process_weights_after_loading=lambda _: None, moe_kernel=None)
     method = made._get_quant_method("", None, moe)

@@ -1,92 +1,170 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates tokens with vLLM's offline class, on one or several ranks, and writes them as JSON.
+"""Generates tokens with vLLM's offline class, on one or several ranks.
 
-usage: generate.py JOB, where JOB is a JSON object with the keys
-    model    folder of the model
-    dp, tp   ranks of data and of tensor parallelism
-    dtype    "float32" or "bfloat16"
-    eager    whether not to compile
-    prompts  lists of token numbers; rank r of data parallelism takes prompts r, r + dp, ...
-    port     a free port of this host
-    out      file for the results: for each prompt the tokens and their log-probabilities
+vLLM is imported once. Each rank is a fork of this process, with its own engine (vLLM's executor
+backend "external_launcher"), because an import takes longer than a test.
 """
 
 import json
 import multiprocessing
 import os
+import signal
+import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+from vllm.v1.worker import cpu_worker  # noqa: F401
 
 NEW_TOKENS = 12
+LIMIT = 280  # time limit of one run in seconds
 
 
-def generate(job: dict[str, Any], rank: int) -> None:
-    """Write the tokens and log-probabilities of the prompts of a data-parallel rank."""
-    from vllm import LLM, SamplingParams
+class Job(NamedTuple):
+    """What to generate.
 
-    ranks = job["dp"] * job["tp"]
+    Attributes:
+        model: Folder of the model.
+        dp: Ranks of data parallelism.
+        tp: Ranks of tensor parallelism.
+        dtype: "float32" or "bfloat16".
+        compiled: Whether torch.compile with inductor is used.
+        prompts: The tokens of each prompt. Data-parallel rank r takes prompts r, r + dp, ...
+    """
+
+    model: Path
+    dp: int
+    tp: int
+    dtype: str
+    compiled: bool
+    prompts: tuple[tuple[int, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return self.dp * self.tp
+
+
+class Result(NamedTuple):
+    """What was generated for a prompt.
+
+    Attributes:
+        tokens: The generated tokens.
+        logs: Their log-probabilities.
+        prompt_logs: The log-probabilities of the tokens of the prompt after the first one.
+    """
+
+    tokens: list[int]
+    logs: list[float]
+    prompt_logs: list[float]
+
+
+def free_port() -> int:
+    """Return a port that no program uses."""
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        return int(made.getsockname()[1])
+
+
+def log_probabilities(tokens: Any, found: Any) -> list[float]:
+    """Return the log-probability of each token from vLLM's dicts by token."""
+    return [by_token[token].logprob for token, by_token in zip(tokens, found, strict=True)]
+
+
+def generate_rank(job: Job, rank: int) -> list[Result]:
+    """Return the results of the prompts of a rank."""
     llm: Any = LLM(
-        job["model"],
-        skip_tokenizer_init=True,
-        dtype=job["dtype"],
-        tensor_parallel_size=job["tp"],
-        enable_expert_parallel=ranks > 1,
-        enforce_eager=job["eager"],
+        str(job.model),
+        dtype=job.dtype,
+        data_parallel_size=job.dp,
+        tensor_parallel_size=job.tp,
+        distributed_executor_backend="external_launcher" if job.ranks > 1 else "uni",
+        enable_expert_parallel=job.ranks > 1,
+        enforce_eager=not job.compiled,
         max_model_len=256,
         max_num_batched_tokens=64,  # so that longer prompts are cut into several steps
         max_num_seqs=8,
-        additional_config={"epic": {"timeout_ms": 60000}} if ranks > 1 else {},
+        additional_config={"epic": {"timeout_ms": 60000}} if job.ranks > 1 else {},
     )
-    sampling = SamplingParams(
-        temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1, detokenize=False
-    )
-    given = [{"prompt_token_ids": prompt} for prompt in job["prompts"][rank :: job["dp"]]]
+    given = [{"prompt_token_ids": list(prompt)} for prompt in job.prompts[rank // job.tp :: job.dp]]
+    first, second = (
+        llm.generate(
+            given,
+            SamplingParams(
+                temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0,
+                prompt_logprobs=number,
+            ),
+            use_tqdm=False,
+        )
+        # vLLM does not read its prefix cache for log-probabilities of prompts, so the second call
+        # is the one that finds the prompts in the cache.
+        for number in (0, None)
+    )  # fmt: skip
     found = []
-    for result in llm.generate(given, sampling, use_tqdm=False):
-        out = result.outputs[0]
-        pairs = zip(out.token_ids, out.logprobs, strict=True)
-        found.append([list(out.token_ids), [by_token[t].logprob for t, by_token in pairs]])
-    out_file = Path(f"{job['out']}.{rank}")
-    out_file.with_suffix(".part").write_text(json.dumps(found))
-    out_file.with_suffix(".part").rename(out_file)
-    # The other ranks need this engine until they have their results, too.
-    while not all(Path(f"{job['out']}.{other}").exists() for other in range(job["dp"])):
-        time.sleep(0.1)
-    llm.llm_engine.engine_core.shutdown()
+    for result, repeated in zip(first, second, strict=True):
+        out, again = result.outputs[0], repeated.outputs[0]
+        assert list(out.token_ids) == list(again.token_ids) or job.dtype != "float32"
+        logs = log_probabilities(out.token_ids, out.logprobs)
+        prompt_logs = log_probabilities(result.prompt_token_ids[1:], result.prompt_logprobs[1:])
+        found.append(Result(list(out.token_ids), logs, prompt_logs))
+    if job.ranks > 1:
+        torch.distributed.barrier()  # no rank ends while another one still needs it
+    return found
 
 
-def run_rank(job: dict[str, Any], rank: int, port: int) -> None:
-    """Generate as one rank of data parallelism."""
-    if job["dp"] > 1:
-        os.environ |= {
-            "VLLM_DP_RANK": str(rank),
-            "VLLM_DP_RANK_LOCAL": str(rank),
-            "VLLM_DP_SIZE": str(job["dp"]),
-            "VLLM_DP_MASTER_IP": "127.0.0.1",
-            "VLLM_DP_MASTER_PORT": str(port),
-        }
-    generate(job, rank)
+def run_rank(job: Job, rank: int, port: int, out: Path) -> None:
+    """Write the results of a rank as JSON; the body of a process."""
+    os.setpgid(0, 0)
+    with out.with_suffix(".log").open("w") as log:
+        for number in {1, 2, sys.stdout.fileno(), sys.stderr.fileno()}:  # pytest has replaced both
+            os.dup2(log.fileno(), number)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.ranks),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    # vLLM derives the name of its shared memory from this address, so it must be unique.
+    launcher: Any = ExecutorWithExternalLauncher
+    launcher._distributed_args = lambda _: (f"tcp://127.0.0.1:{port}", rank, rank)
+    out.write_text(json.dumps(generate_rank(job, rank)))
+    os._exit(0)  # threads of vLLM may wait for other ranks
 
 
-def main() -> None:
-    """Run the job with a process for each rank of data parallelism."""
-    job = json.loads(sys.argv[1])
-    spawn = multiprocessing.get_context("spawn")
+def generate(job: Job, folder: Path) -> tuple[list[Result], str]:
+    """Return the results of all prompts, and the logs of all ranks.
+
+    Args:
+        job: What to generate.
+        folder: An empty folder for the files of the ranks.
+
+    Raises:
+        RuntimeError: A rank failed, or the time limit has passed.
+    """
+    port, fork = free_port(), multiprocessing.get_context("fork")
+    outs = [folder / f"{rank}.json" for rank in range(job.ranks)]
     ranks = [
-        spawn.Process(target=run_rank, args=(job, rank, job["port"])) for rank in range(job["dp"])
+        fork.Process(target=run_rank, args=(job, rank, port, out)) for rank, out in enumerate(outs)
     ]
+    end = time.monotonic() + LIMIT
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join()
-    if any(rank.exitcode for rank in ranks):
-        sys.exit(f"a rank failed: {[rank.exitcode for rank in ranks]}")
-    results = [json.loads(Path(f"{job['out']}.{r}").read_text()) for r in range(job["dp"])]
-    merged = [results[i % job["dp"]][i // job["dp"]] for i in range(len(job["prompts"]))]
-    Path(job["out"]).write_text(json.dumps(merged))
-
-
-if __name__ == "__main__":
-    main()
+        rank.join(max(0.0, end - time.monotonic()))
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        if rank.exitcode is None:
+            os.killpg(rank.pid or 0, signal.SIGKILL)
+            rank.join()
+    for left in Path("/dev/shm").glob(f"{port}-*-cpushm_*"):
+        left.unlink()  # vLLM's memory for tensor parallelism
+    logs = "".join(out.with_suffix(".log").read_text(errors="replace") for out in outs)
+    if any(codes):
+        raise RuntimeError(f"the exit statuses of the ranks are {codes}\n{logs}")
+    # All ranks of a group of tensor parallelism have the same results.
+    results = [json.loads(outs[rank * job.tp].read_text()) for rank in range(job.dp)]
+    return [Result(*results[i % job.dp][i // job.dp]) for i in range(len(job.prompts))], logs

@@ -1,28 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the tokens of several ranks with those of one process, in float32."""
+"""Compares what several ranks generate with one process, and one process with transformers."""
 
-import json
-import os
 import random
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
+from generate import Job, Result, generate
 from models import write_model
 
-HERE = Path(__file__).parent
-LIMIT = 280  # time limit of one run in seconds
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for the models and results of all tests."""
-    return tmp_path_factory.mktemp("vllm")
+NAMES = ["qwen3", "mixtral", "deepseek"]
+LAYOUTS = pytest.mark.parametrize(
+    ("dp", "tp"), [(2, 1), (1, 2), (2, 2)], ids=["dp2", "tp2", "dp2-tp2"]
+)
 
 
 def make_prompts() -> list[list[int]]:
@@ -31,56 +25,88 @@ def make_prompts() -> list[list[int]]:
     return [[draw.randrange(3, 256) for _ in range(n)] for n in (5, 80, 17, 40, 3, 120)]
 
 
-def free_port() -> int:
-    """Return a port that no program uses."""
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return made.getsockname()[1]
+class Runs:
+    """Runs jobs, and keeps their results.
+
+    Args:
+        folder: A folder for the models and for the files of the ranks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kept: dict[Job, list[Result]] = {}
+
+    def model(self, name: str) -> Path:
+        """Return the folder of a model, and write the model first if it is missing."""
+        folder = self.folder / name
+        if not folder.exists():
+            write_model(name, folder)
+        return folder
+
+    def results(
+        self, name: str, dp: int, tp: int, dtype: str = "float32", compiled: bool = False
+    ) -> list[Result]:
+        """Return what is generated for make_prompts()."""
+        prompts = tuple(map(tuple, make_prompts()))
+        job = Job(self.model(name), dp, tp, dtype, compiled, prompts)
+        if job not in self.kept:
+            files = self.folder / f"run-{len(self.kept)}"
+            files.mkdir()
+            self.kept[job], logs = generate(job, files)
+            is_used = "EPIC: expert-parallel rank 0 of" in logs
+            assert is_used == (dp * tp > 1), "EPIC must be on if there are several ranks"
+        return self.kept[job]
 
 
-def generate(folder: Path, name: str, dp: int, tp: int) -> list[Any]:
-    """Return the tokens and log-probabilities of all prompts."""
-    model, out = folder / name, folder / f"{name}-{dp}-{tp}.json"
-    if out.exists():
-        return json.loads(out.read_text())
-    if not model.exists():
-        write_model(name, model)
-    job = {
-        "model": str(model),
-        "dp": dp,
-        "tp": tp,
-        "dtype": "float32",
-        "eager": True,
-        "prompts": make_prompts(),
-        "port": free_port(),
-        "out": str(out),
-    }
-    words = [sys.executable, str(HERE / "generate.py"), json.dumps(job)]
-    log = out.with_suffix(".log")
-    with log.open("w") as file:
-        running = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True)
-        try:
-            code = running.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            os.killpg(running.pid, signal.SIGKILL)
-            code = running.wait()
-    text = log.read_text(errors="replace")
-    assert code == 0, text
-    used = "EPIC: expert-parallel rank 0 of" in text
-    assert used == (dp * tp > 1), "EPIC must be on if there are several ranks, and only then"
-    return json.loads(out.read_text())
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Return the runs of all tests."""
+    return Runs(tmp_path_factory.mktemp("vllm"))
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)], ids=["dp2", "tp2", "dp2-tp2"])
-def test_tokens(folder: Path, dp: int, tp: int) -> None:
-    """Check that the tokens are equal, and the log-probabilities within 1e-4."""
-    wanted, found = generate(folder, "qwen3", 1, 1), generate(folder, "qwen3", dp, tp)
-    for (tokens, logs), (other_tokens, other_logs) in zip(found, wanted, strict=True):
-        assert tokens == other_tokens
-        assert max(abs(a - b) for a, b in zip(logs, other_logs, strict=True)) < 1e-4
+def distances(one: list[float], other: list[float]) -> list[float]:
+    """Return the absolute differences of two lists of equal length."""
+    return [abs(a - b) for a, b in zip(one, other, strict=True)]
 
 
-def test_refuses_shared_experts(folder: Path) -> None:
-    """Check that a model with shared experts is refused when the server starts."""
-    with pytest.raises(AssertionError, match="the model has shared experts: must have none"):
-        generate(folder, "deepseek", 1, 2)
+@pytest.mark.parametrize("name", NAMES)
+def test_one_process(runs: Runs, name: str) -> None:
+    """Check what the other tests compare with: one process of vLLM against transformers."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(runs.model(name))
+    for prompt, found in zip(make_prompts(), runs.results(name, 1, 1), strict=True):
+        tokens = torch.tensor(prompt + found.tokens)
+        with torch.inference_mode():
+            logs = model(tokens[None]).logits[0].log_softmax(-1)
+        wanted = logs[:-1].gather(1, tokens[1:, None])[:, 0].tolist()
+        assert logs[len(prompt) - 1 : -1].argmax(-1).tolist() == found.tokens
+        assert max(distances(found.prompt_logs + found.logs, wanted)) < 2e-4
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "inductor"])
+@LAYOUTS
+@pytest.mark.parametrize("name", NAMES)
+def test_float32(runs: Runs, name: str, dp: int, tp: int, compiled: bool) -> None:
+    """Check that the tokens are equal, and all log-probabilities within 1e-4."""
+    wanted, found = runs.results(name, 1, 1), runs.results(name, dp, tp, compiled=compiled)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.tokens == other.tokens
+        assert max(distances(one.logs, other.logs)) < 1e-4
+        assert max(distances(one.prompt_logs, other.prompt_logs)) < 1e-4
+
+
+@LAYOUTS
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16(runs: Runs, name: str, dp: int, tp: int) -> None:
+    """Check that several ranks are not further from float32 than one process.
+
+    Rounding differs, and may change which of two nearly equal candidates is generated. So the test
+    compares the log-probabilities of the prompts.
+    """
+
+    def prompt_logs(results: list[Result]) -> list[float]:
+        return [log for result in results for log in result.prompt_logs]
+
+    exact = prompt_logs(runs.results(name, 1, 1))
+    one = prompt_logs(runs.results(name, 1, 1, "bfloat16"))
+    ranks = prompt_logs(runs.results(name, dp, tp, "bfloat16"))
+    assert fmean(distances(ranks, exact)) < 1.25 * fmean(distances(one, exact))

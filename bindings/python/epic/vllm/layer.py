@@ -92,14 +92,13 @@ class EpicRoutedExperts(RoutedExperts):
         shared_experts: Any = None,
         shared_experts_input: Tensor | None = None,
     ) -> Any:
-        """Compute the routed experts of the tokens x."""
+        """Compute the routed experts of the tokens x.
+
+        With EPIC, vLLM computes the shared experts before this call or on another stream, because
+        the exchange does not overlap with them (supports_async() of EpicPrepareAndFinalize).
+        """
         if not self.uses_epic:
             return super().forward_modular(
                 x, topk_weights, topk_ids, shared_experts, shared_experts_input
-            )
-        if shared_experts is not None:
-            raise EpicUnsupportedError(
-                "the model has shared experts: must have none, because their results are not "
-                "verified; remove 'epic' from additional_config"
             )
         return torch.ops.vllm.epic_routed_experts(x, topk_weights, topk_ids, self.layer_name)
