@@ -1,12 +1,13 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Lets Spin search all states of the models of three protocols: of backend hosts (hosts.pml), of
-# windows (windows.pml) and of the decision on a generation's members (members.pml). Then breaks a model,
-# one rule after the other, and checks that Spin finds each error.
+# Lets Spin search all states of the models of four protocols: of backend hosts (hosts.pml), of relays for
+# announcements and counts (relays.pml), of windows (windows.pml) and of the decision on a generation's
+# members (members.pml). Then breaks a model, one rule after the other, and checks that Spin finds each
+# error.
 # usage: run.sh [NAME...]   NAME: right, fault0 to fault4, windows, members, members-cut,
-#                           members-deaths, members-stopped, members-authority, a mutant's name,
-#                           mutants (all mutants of hosts.pml), windows-mutants or
-#                           members-mutants
+#                           members-deaths, members-stopped, members-authority, announcements,
+#                           counts, a mutant's name, mutants (all mutants of hosts.pml),
+#                           windows-mutants, members-mutants or relays-mutants
 #   MODEL_OUT  folder where the searches are built
 #   MODEL_CC   compiler for them
 tests=$(cd "$(dirname "$0")" && pwd)
@@ -42,18 +43,19 @@ holds() {
 caught() {
     name=$1
     shift
+    mutant=${name#*-} # a mutant of relays.pml has the name of its run in front
     case $name in
     EARLY_ANNOUNCE | ORDER_OF_ARRIVAL | HALF_HEARD) optimization=-O2 ;;
     *) optimization=-O0 ;; # Spin finds these soon, so compiling takes longest
     esac
-    search $optimization "$name" "-DMUTANT_$name" "$@"
+    search $optimization "$name" "-DMUTANT_$mutant" "$@"
     verdict="caught: $(sed -n 's/^pan:1: \([a-z ]*\).*/\1/p' result)"
     grep -q '^pan:1: \(assertion violated\|invalid end state\)' result || verdict="NOT CAUGHT"
     print_verdict
 }
 
 print_verdict() {
-    printf '%-18s %9s states %6s s  %s\n' "$name" "$states" "$seconds" "$verdict"
+    printf '%-30s %9s states %6s s  %s\n' "$name" "$states" "$seconds" "$verdict"
     case $verdict in FAILS* | NOT*) failed=$((failed + 1)) ;; esac
 }
 
@@ -61,15 +63,20 @@ mutants="OUTBOX_UNASKED FREED_EARLY EARLY_ANNOUNCE EARLY_ROW STALE_IDS ORDER_OF_
     HALF_STAMPED HALF_HEARD ONE_PARITY NOT_AWAITED POISON_KEPT DEAD_UNSEEN BROKEN_UNSENT"
 windows_mutants="STORE_UNASKED COUNT_UNFENCED COUNT_EARLY COUNT_UNSTAMPED END_NOT_AWAITED
     CLOSE_UNORDERED CLOSE_UNASKED"
+relays_mutants="announcements-OUTBOX_UNASKED announcements-WHOLE_HOST
+    announcements-STALE_DISTRIBUTED counts-OUTBOX_UNASKED counts-STALE_COLLECTED
+    counts-STALE_DISTRIBUTED counts-POSTED_EARLY counts-READ_FIRST"
 members_mutants="LIVING SILENT FORGETS HASTY EARLIER_ENTERED"
 [ $# -gt 0 ] || set -- members members-cut members-deaths members-stopped members-authority \
-    members-mutants right fault0 fault1 fault2 fault3 fault4 mutants windows windows-mutants
+    members-mutants right fault0 fault1 fault2 fault3 fault4 mutants windows windows-mutants \
+    announcements counts relays-mutants
 # shellcheck disable=SC2046 # words
 set -- $(for what in "$@"; do
     case $what in
     mutants) echo $mutants ;;
     windows-mutants) echo $windows_mutants ;;
     members-mutants) echo $members_mutants ;;
+    relays-mutants) echo $relays_mutants ;;
     *) echo "$what" ;;
     esac
 done)
@@ -77,11 +84,15 @@ for what in "$@"; do
     model=hosts
     pan=
     case " windows $(echo $windows_mutants) " in *" $what "*) model=windows ;; esac
+    case $what in announcements* | counts*) model=relays ;; esac
     # In members.pml a leader may wait for ever for a seat that is cut off, so such an end is no
     # error. The model checks itself that all living seats have entered.
     case " members $(echo $members_mutants) " in *" ${what%%-*} "*) model=members pan=-E ;; esac
     case $what in
     windows) holds windows ;;
+    announcements) holds announcements ;;
+    counts) holds counts -DCOUNTS ;;
+    counts-*) caught "$what" -DCOUNTS ;;
     members) holds members -DN=3 -DDEATHS=1 ;;
     members-cut) holds members-cut -DN=5 -DFOCUS -DDEATHS=2 ;;
     members-deaths) holds members-deaths -DN=3 -DDEATHS=2 ;;

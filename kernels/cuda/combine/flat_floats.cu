@@ -135,7 +135,7 @@ static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
     bool enough = true;
     for (int q = 0; q < self.num_ranks; q++)
         enough &= h.slots_of[q] <=
-                  (int32_t)(uint32_t)load_relaxed(announcement_words(op, inbox_base(op, q), q) +
+                  (int32_t)(uint32_t)load_relaxed(announcement_words(op, word_base(op, q), q) +
                                                   P2P_ANNOUNCED_ROWS);
     return enough;
 }

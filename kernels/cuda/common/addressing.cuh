@@ -204,20 +204,46 @@ __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
     return HOSTS && q != op.self->rank ? net_inbox(*op.self) : op.heap;
 }
 
-/* Returns the distance in 8-byte words from this rank's heap to the memory in which the calling
- * CTA polls the words of rank q. It is 0, except in CTA 0 of the backend `hosts` if q is on
- * another host. That CTA polls the net inbox and copies the words to the heap
- * (cache_counts()). */
-__device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
-{
-    return HOSTS && blockIdx.x == 0 ? (inbox_base(op, q) - op.heap) / 8 : 0;
-}
-
 /* Returns the number of ranks per host if rows go through relays (net/relay.cuh), otherwise
  * 0. */
 __device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
 {
     return HOSTS ? self.net->ranks_per_host : 0;
+}
+
+/* Returns true if announcements and counts go through relays (net/relay_words.cuh). */
+__device__ __forceinline__ bool relays_words(const p2p_self &self)
+{
+    return HOSTS && MANY_RANKS && ranks_per_host(self);
+}
+
+/* Returns the rank on the host of rank `on` that exchanges the words of that host with the host
+ * of rank `with`. Requires that relays_words() is true. */
+__device__ __forceinline__ int word_relay(const p2p_self &self, int on, int with)
+{
+    const int local = ranks_per_host(self), host = on / local;
+    return host * local + (host + with / local) % local;
+}
+
+/* Returns the memory in which announcements and counts of rank q arrive. If they go through
+ * relays, this is always this rank's heap. */
+__device__ __forceinline__ uint8_t *word_base(const p2p_self &self, int q)
+{
+    return relays_words(self) ? self.heap[self.rank] : inbox_base(self, q);
+}
+
+__device__ __forceinline__ uint8_t *word_base(const OpState &op, int q)
+{
+    return relays_words(*op.self) ? op.heap : inbox_base(op, q);
+}
+
+/* Returns the distance in 8-byte words from this rank's heap to the memory in which the calling
+ * CTA polls the counts of rank q. It is 0, except in CTA 0 of the backend `hosts` if q is on
+ * another host and the counts use no relays. That CTA polls the net inbox and copies the words
+ * to the heap (cache_counts()). */
+__device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
+{
+    return HOSTS && blockIdx.x == 0 ? (word_base(op, q) - op.heap) / 8 : 0;
 }
 
 /* Returns the memory in which the rows of rank q arrive. With relays, this is always this

@@ -144,6 +144,24 @@ static __device__ void write_waits(const OpState &op, uint32_t peers)
     publish_waits(op, stamp_word(op, peers));
 }
 
+/* Returns true if this rank has received the announcement of rank q for this epoch. */
+__device__ __forceinline__ bool has_announced(const OpState &op, int q)
+{
+    return is_stamped(op, load_relaxed(announcement_words(op, word_base(op, q), q)));
+}
+
+/* Returns the rank that delays the announcement of rank q, which has not arrived. This is q
+ * itself, or a relay on the way from q whose own announcement has not arrived either: q may
+ * have announced the operation to this relay. */
+__device__ __forceinline__ int late_announcer(const OpState &op, int q)
+{
+    const p2p_self &self = *op.self;
+    if (!relays_words(self) || !is_remote(self, q)) return q;
+    const int near = word_relay(self, self.rank, q), far = word_relay(self, q, self.rank);
+    if (near != self.rank && !has_announced(op, near)) return near;
+    return has_announced(op, far) ? q : far;
+}
+
 /* Returns a bit mask of the culprits, which are the ranks that delay the group. If some ranks
  * have not announced this epoch, these are the culprits. Otherwise starts with the ranks in
  * `awaited`, for which this rank waits, and follows the published waits from rank to rank. The
@@ -156,8 +174,8 @@ static __device__ RankMask find_culprits(const OpState &op, RankMask awaited)
 #pragma unroll 1
     for (int q = 0; q < num_ranks; q++)
         if (q != own && !is_vacant(op, q) &&
-            !is_stamped(op, load_relaxed(announcement_words(op, inbox_base(op, q), q))))
-            add_rank(missing, q);
+            !is_stamped(op, load_relaxed(announcement_words(op, word_base(op, q), q))))
+            add_rank(missing, late_announcer(op, q));
     if (has_any(missing)) return missing;
 #pragma unroll 1
     for (int i = 0; i < num_ranks * num_ranks; i++) {
@@ -216,7 +234,7 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks && !word; q++) {
         if (is_vacant(op, q)) continue;
-        const uint64_t announced = load_relaxed(announcement_words(op, inbox_base(op, q), q));
+        const uint64_t announced = load_relaxed(announcement_words(op, word_base(op, q), q));
         if (!is_stamped(op, announced) || (uint32_t)announced == op.signature) continue;
         theirs = (uint32_t)announced;
         word = P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, phase,
@@ -433,8 +451,8 @@ static __device__ __noinline__ int rank_to_count(const OpState &op, int peer, bo
     int missing = -1;
     for (int q = lane_id(); q < op.self->num_ranks && missing < 0; q += WARP)
         if (!is_vacant(op, q) &&
-            !is_stamped(op, load_relaxed(announcement_words(op, inbox_base(op, q), q))))
-            missing = q;
+            !is_stamped(op, load_relaxed(announcement_words(op, word_base(op, q), q))))
+            missing = late_announcer(op, q);
     const bool has_missing = is_warp ? __any_sync(ALL_LANES, missing >= 0) : missing >= 0;
     return has_missing ? missing : peer;
 }

@@ -21,7 +21,7 @@
 #ifndef EPIC_OPERATION_CUH
 #define EPIC_OPERATION_CUH
 
-#include "cuda/net/net.cuh"
+#include "cuda/net/relay_words.cuh"
 
 /* Marks in control memory that an operation of this rank is running. Returns 1 if another
  * operation was already running, which means that the caller has started two operations on
@@ -63,13 +63,15 @@ __device__ __forceinline__ void store_announced_sizes(const OpState &op, uint64_
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)op.rows));
 }
 
-/* Announces to every rank, including this rank, that this rank has begun the operation. Called
- * by one warp; each lane writes to one rank at a time. */
+/* Announces to every rank, including this rank, that this rank has begun the operation. Ranks
+ * of other hosts receive the announcement through relays, if the group uses them for words.
+ * Called by one warp; each lane writes to one rank at a time. */
 static __device__ void announce_operation(const p2p_self &self, const OpState &op)
 {
     for_each_group(self, [&](int first) {
         const int q = first + lane_id();
         if (!is_member(self, op, q)) return;
+        if (relays_words(self) && is_remote(self, q)) return;
         uint64_t *to = announcement_words(self, op, self.heap[q], self.rank);
         store_announced_sizes(op, to);
         /* Without this fence, a peer could read the signature before it can see the poison and
@@ -178,6 +180,7 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
         count_operation(self);
         report_overlap(op);
     }
+    if (relays_words(self) && is_last_cta() && threadIdx.x < WARP) relay_announcements(op);
     return true;
 }
 
@@ -188,7 +191,7 @@ wait_group_announcements(const p2p_self &self, const OpState &op, int first, boo
     const bool is_rank = is_member(self, op, first + lane_id());
     const int q = is_rank ? first + lane_id() : self.rank;
     const uint64_t *from =
-        announcement_words(self, op, are_copied ? op.heap : inbox_base(self, q), q);
+        announcement_words(self, op, are_copied ? op.heap : word_base(self, q), q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t announced = load_relaxed(from + P2P_ANNOUNCED_SIGNATURE);
         /* The word is from this epoch or from an older one: this half of the array is used
@@ -239,10 +242,11 @@ __device__ __forceinline__ bool read_group_announcement(const p2p_self &self, co
 {
     const bool is_rank = is_member(self, op, first + lane_id());
     const int q = is_rank ? first + lane_id() : self.rank;
-    const uint64_t *from = announcement_words(self, op, inbox_base(self, q), q) + which;
+    const uint64_t *from = announcement_words(self, op, word_base(self, q), q) + which;
     uint64_t announced = 0;
     const bool ok = wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
-        announced = HOSTS ? read_announcement_cached(op, from, which, q) : load_relaxed(from);
+        announced = HOSTS && !relays_words(self) ? read_announcement_cached(op, from, which, q)
+                                                 : load_relaxed(from);
         return __all_sync(ALL_LANES, !is_rank || is_stamped(op, announced)) != 0;
     });
     value = is_rank ? (int32_t)(uint32_t)announced : 0;
@@ -313,6 +317,7 @@ static __device__ void begin_round(OpState &op)
         __threadfence();
         store_release(&control_of(op)->round, op.epoch);
     }
+    if (relays_words(*op.self)) relay_announcements(op);
 }
 
 /* Ends a round and begins the next one. If the rows of an operation do not all fit into the

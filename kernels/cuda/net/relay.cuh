@@ -11,8 +11,8 @@
  *   combine    ranks of host h --NVLink--> rank j of host h, which adds their partial sums
  *              --net--> rank j of host h'
  *
- * Only rows and partial sums go through relays. Weights, records and other words go directly to
- * their destination.
+ * Weights and records go directly to their destination. Announcements and counts of large
+ * groups use the relays of net/relay_words.cuh.
  *
  * The staging of a receiver has one part per source rank. When a relay forwards a row, it
  * stores the row in the part of the rank that has the token, as if that rank itself had stored
@@ -27,19 +27,6 @@
 #define EPIC_RELAY_CUH
 
 #include "cuda/net/staging.cuh"
-
-/* Returns the number of hosts of the group. Requires a group with relays. */
-__device__ __forceinline__ int num_hosts(const p2p_self &self)
-{
-    return self.num_ranks / ranks_per_host(self);
-}
-
-/* Returns the mate of rank `like` on the host of rank `on`. This is the rank with the same
- * index in that host as rank `like` has in its own host. */
-__device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
-{
-    return on - on % ranks_per_host(self) + like % ranks_per_host(self);
-}
 
 /* Returns the address at which rows of rank `by` arrive in the memory of rank `to`. `heap`:
  * address of the heap or net inbox of rank `to`. */

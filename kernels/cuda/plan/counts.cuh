@@ -403,7 +403,8 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
 {
 #pragma unroll
     for (int i = 0; i < RANKS_AT_ONCE; i++)
-        if (blockIdx.x == 0 && first + i < op.self->num_ranks && is_remote(*op.self, first + i))
+        if (blockIdx.x == 0 && first + i < op.self->num_ranks && !relays_words(*op.self) &&
+            is_remote(*op.self, first + i))
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 
@@ -427,9 +428,10 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
 }
 
 /* Executes steps 1 and 2 of exchange_counts() (below) for tally e: adds the tallies of all
- * planner CTAs of this rank, and sets p.before_cta[e] to the sum for the lower CTAs. CTA 0 also
- * sends the sum for all CTAs to every rank. `counts`: offset of the array `counts` in a heap,
- * in 8-byte words. Returns false if the group has failed. */
+ * planner CTAs of this rank, and sets p.before_cta[e] to the sum over the lower CTAs. CTA 0
+ * also stores the total in the heap or outbox of every rank or, with relays for words, of every
+ * rank of this host. `counts`: offset of the array `counts` in a heap, in
+ * 8-byte words. Returns false if the group has failed. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
 {
@@ -448,7 +450,7 @@ __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &jo
     if (blockIdx.x == 0 && ok)
         for (int i = 1; i <= self.num_ranks; i++) {
             const int q = wrap_rank(self.rank + i, self.num_ranks);
-            if (is_vacant(op, q)) continue;
+            if (is_vacant(op, q) || (relays_words(self) && is_remote(self, q))) continue;
             store_relaxed((uint64_t *)self.heap[q] + counts + self.rank * DEVICE_MAX_TALLIES +
                               e,
                           stamp_word(op, sum | owner_word(p, e) | bad));
@@ -468,9 +470,10 @@ __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpSt
     if (!HOSTS || blockIdx.x != 0) return ok;
     ok = __syncthreads_and(ok) != 0;
     if (ok && (int)threadIdx.x < self.num_ranks)
-        post_put(op, threadIdx.x,
-                 (uint64_t *)self.heap[threadIdx.x] + counts + self.rank * DEVICE_MAX_TALLIES,
-                 (uint32_t)tallies * 8);
+        post_put_words(op, threadIdx.x,
+                       (uint64_t *)self.heap[threadIdx.x] + counts +
+                           self.rank * DEVICE_MAX_TALLIES,
+                       tallies);
     return ok;
 }
 
@@ -494,7 +497,7 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
                            : stamp_word(op, 0);
 #pragma unroll
         for (int i = 0; i < RANKS_AT_ONCE; i++)
-            if (!is_stamped(op, words[i])) missing = first + i;
+            if (!is_stamped(op, words[i])) missing = word_sender(*op.self, first + i);
         return missing < 0;
     });
 }
@@ -542,7 +545,8 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
  * the planner CTAs. A thread handles one tally at a time:
  *
  *   1. waits for the tallies of all planner CTAs of this rank and adds them
- *   2. in CTA 0: stores the sum in the heap of every rank
+ *   2. in CTA 0: stores the sum in the heap of every rank. In the backend `hosts` there follow
+ *      the puts to other hosts or, with relays for words, the work of a relay
  *   3. waits for the sums of all ranks, checks that the tally has the same owner on all ranks,
  *      and sets p.before_cta and p.load
  *
@@ -560,7 +564,11 @@ static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_j
     bool ok = true;
     for (int i = threadIdx.x; i < tallies && ok; i += blockDim.x)
         ok = publish_count(p, job, op, counts, i);
-    ok = post_put_counts(self, op, counts, tallies, ok);
+    if (!relays_words(self))
+        ok = post_put_counts(self, op, counts, tallies, ok);
+    else if (blockIdx.x == 0)
+        ok = relay_words(op, {counts, DEVICE_MAX_TALLIES, tallies}, ok,
+                         [&](uint64_t word) { return is_stamped(op, word); });
     for (int i = threadIdx.x; i < tallies && ok; i += blockDim.x)
         ok = add_rank_counts(p, self, op, counts, i);
     return ok;

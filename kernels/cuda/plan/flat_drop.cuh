@@ -104,11 +104,43 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
  * (p2p_group_device()). */
 #define SEARCH_ROW_BITS 24
 
-/* Counts the rows that this rank's tokens need on each rank if no expert keeps more choices
- * than p.keep_limit allows. Exchanges these counts with all ranks. Sets p.needed_rows (rows for
- * the tokens of all ranks) and p.rows_before_cta (rows for the tokens of lower ranks).
- * `search`: index of this repetition. Called by all threads of the CTA; thread d handles the
- * rows of rank d. Returns false if the group has failed. */
+/* Returns whether a word of search_words() belongs to repetition number `search` of the running
+ * epoch. */
+__device__ __forceinline__ bool is_search_word(const OpState &op, uint64_t word, int search)
+{
+    return is_stamped(op, word) && (uint32_t)word >> SEARCH_ROW_BITS == (uint32_t)search;
+}
+
+/* Waits for the rows that the tokens of each rank need on rank d, in repetition number
+ * `search`. Sets p.rows_before_cta[d] and p.needed_rows[d]. Called by one thread. Returns false
+ * if the group has failed. */
+__device__ __forceinline__ bool add_needed_rows(Planner &p, const p2p_self &self,
+                                                const OpState &op, int d, int search)
+{
+    int32_t low = 0, all = 0;
+    bool ok = true;
+    for (int q = 0; q < self.num_ranks && ok; q++) {
+        if (is_vacant(op, q)) continue;
+        const uint64_t *from = search_words(self, op, word_base(op, q), q, search) + d;
+        uint64_t word = 0;
+        ok = wait_thread(op, word_sender(self, q), P2P_PHASE_COUNTS, [&] {
+            word = load_relaxed(from);
+            return is_search_word(op, word, search);
+        });
+        const int32_t rows = (int32_t)(word & ((1u << SEARCH_ROW_BITS) - 1));
+        if (q < self.rank) low += rows;
+        all += rows;
+    }
+    p.rows_before_cta[d] = low;
+    p.needed_rows[d] = all;
+    return ok;
+}
+
+/* Counts the rows that this rank's tokens need on each rank with the limits p.keep_limit, and
+ * exchanges the counts with all ranks. Sets p.needed_rows (rows for the tokens of all ranks)
+ * and p.rows_before_cta (rows for the tokens of lower ranks). `search`: index of this
+ * repetition. Called by all threads of the CTA; thread d handles the rows of rank d. Returns
+ * false if the group has failed. */
 static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
                                          int search)
 {
@@ -122,7 +154,7 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
                     (int32_t *)(job.plan + layout.rank_of));
     __syncthreads();
     if (d < self.num_ranks) {
-        int32_t sum = 0, low = 0, all = 0;
+        int32_t sum = 0;
         for (int w = 0; w < p.num_warps; w++) {
             const int32_t count = p.tally[w * tallies + choices + d];
             p.tally[w * tallies + choices + d] = sum;
@@ -130,27 +162,21 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
         }
         for (int i = 1; i <= self.num_ranks; i++) {
             const int q = wrap_rank(self.rank + i, self.num_ranks);
-            if (is_vacant(op, q)) continue;
+            if (is_vacant(op, q) || (relays_words(self) && is_remote(self, q))) continue;
             store_relaxed(search_words(self, op, self.heap[q], self.rank, search) + d,
                           stamp_word(op, (uint32_t)search << SEARCH_ROW_BITS | (uint32_t)sum));
             if (HOSTS)
                 post_put(op, q, search_words(self, op, self.heap[q], self.rank, search) + d, 8);
         }
-        for (int q = 0; q < self.num_ranks && ok; q++) {
-            if (is_vacant(op, q)) continue;
-            const uint64_t *from = search_words(self, op, inbox_base(op, q), q, search) + d;
-            uint64_t word = 0;
-            ok = wait_thread(op, q, P2P_PHASE_COUNTS, [&] {
-                word = load_relaxed(from);
-                return is_stamped(op, word) &&
-                       (uint32_t)word >> SEARCH_ROW_BITS == (uint32_t)search;
-            });
-            const int32_t rows = (int32_t)(word & ((1u << SEARCH_ROW_BITS) - 1));
-            if (q < self.rank) low += rows;
-            all += rows;
-        }
-        p.rows_before_cta[d] = low;
-        p.needed_rows[d] = all;
+        if (!relays_words(self)) ok = add_needed_rows(p, self, op, d, search);
+    }
+    if (relays_words(self)) {
+        const int64_t first =
+            search_words(self, op, op.heap, 0, search) - (const uint64_t *)op.heap;
+        ok = relay_words(
+            op, {first, P2P_SEARCHES * p2p_search_words(self.num_ranks), self.num_ranks}, ok,
+            [&](uint64_t word) { return is_search_word(op, word, search); });
+        if (ok && d < self.num_ranks) ok = add_needed_rows(p, self, op, d, search);
     }
     return __syncthreads_and(ok) != 0;
 }

@@ -131,17 +131,20 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
                            (int64_t)epoch_parity(op) * self.num_ranks * DEVICE_MAX_TALLIES +
                            num_tallies(job, true);
     for (int q = 0; q < self.num_ranks && blockIdx.x == 0; q++) {
-        if (is_vacant(op, q)) continue;
+        if (is_vacant(op, q) || (relays_words(self) && is_remote(self, q))) continue;
         uint64_t *to = (uint64_t *)self.heap[q] + counts + self.rank * DEVICE_MAX_TALLIES;
         store_relaxed(to, stamp_word(op, own));
         post_put(op, q, to, 8);
     }
+    if (relays_words(self) && blockIdx.x == 0 &&
+        !relay_words_alone(op, {counts, DEVICE_MAX_TALLIES, 1}))
+        return false;
     for (int q = 0; q < self.num_ranks; q++) {
         if (is_vacant(op, q)) continue;
         const uint64_t *from =
-            (const uint64_t *)inbox_base(op, q) + counts + q * DEVICE_MAX_TALLIES;
+            (const uint64_t *)word_base(op, q) + counts + q * DEVICE_MAX_TALLIES;
         uint64_t word = 0;
-        if (!wait_thread(op, q, P2P_PHASE_COUNTS, [&] {
+        if (!wait_thread(op, word_sender(self, q), P2P_PHASE_COUNTS, [&] {
                 word = load_relaxed(from);
                 return is_stamped(op, word);
             }))

@@ -246,7 +246,7 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
         if (is_vacant(op, q)) continue;
         const int32_t needed = h->slots_of[q];
         const uint64_t *announced =
-            announcement_words(op, inbox_base(op, q), q) + P2P_ANNOUNCED_ROWS;
+            announcement_words(op, word_base(op, q), q) + P2P_ANNOUNCED_ROWS;
         uint64_t word = 0;
         if (!wait_thread(op, q, P2P_PHASE_ARRIVE, [&] {
                 word = load_relaxed(announced);

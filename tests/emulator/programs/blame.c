@@ -251,6 +251,32 @@ static void play_far(team_rank *me, memory *m)
     emulator_hold(me->rank, 0);
 }
 
+/* Two hosts of two ranks, in the libraries for many ranks. Announcements of rank 0 for rank 2 go
+ * through ranks 1 and 3. One of these three does not come, and rank 2 must blame it alone,
+ * although it also misses announcements of other ranks. Its time limit ends first. */
+static void play_without(team_rank *me, memory *m, int absent)
+{
+    team_barrier(me);
+    if (me->rank != absent) dispatch_rows(me, m);
+    if (me->rank != absent) expect_failure(me, EPIC_ETIMEOUT, absent);
+    team_barrier(me);
+}
+
+static void play_no_sender(team_rank *me, memory *m)
+{
+    play_without(me, m, 0);
+}
+
+static void play_no_relay(team_rank *me, memory *m)
+{
+    play_without(me, m, 1);
+}
+
+static void play_no_near_relay(team_rank *me, memory *m)
+{
+    play_without(me, m, 3);
+}
+
 static const scenario scenarios[] = {
     {"closed", 3, {-1, -1, 1}, false, {20000, 20000, 20000}, 2, 300, play_closed},
     {"left", 3, {1, 2, 0}, false, {20000, 20000, 20000}, 2, 300, play_left},
@@ -262,6 +288,23 @@ static const scenario scenarios[] = {
     {"overlap", 3, {-1, -1, 1}, true, {20000, 20000, 20000}, 8, 20000, play_overlap},
     {"relay", 4, {NONE, 2, NONE, NONE}, false, {8000, 8000, 3000, 8000}, 2, 20000, play_relay},
     {"far", 4, {NONE, 2, NONE, NONE}, false, {8000, 8000, 7200, 8000}, 2, 20000, play_far},
+    {"no_sender",
+     4,
+     {1, 2, 3, 0},
+     false,
+     {20000, 20000, 3000, 20000},
+     2,
+     20000,
+     play_no_sender},
+    {"no_relay", 4, {1, 2, 3, 0}, false, {20000, 20000, 3000, 20000}, 2, 20000, play_no_relay},
+    {"no_near_relay",
+     4,
+     {1, 2, 3, 0},
+     false,
+     {20000, 20000, 3000, 20000},
+     2,
+     20000,
+     play_no_near_relay},
 };
 
 static int run_rank(team_rank *me)
