@@ -17,7 +17,7 @@
 #include "check.h"
 #include "relay.h"
 
-#define MOST_HOSTS 16
+#define MOST_HOSTS RELAY_MOST_HOSTS
 
 static pid_t holders[MOST_HOSTS];
 static int spaces[MOST_HOSTS], bridge = -1; /* descriptors of namespaces */
