@@ -23,15 +23,26 @@ static void raise_rows_us(cost *c, double time, const char *name)
     c->limit = name;
 }
 
-/* Returns the time in which a rank sends the words of a plan to all ranks of other hosts: first
- * its announcement and its counts of choices, then a record of 8 bytes for each choice (a token
+/* Returns the number of ranks' words (announcements, and also counts) that a rank sends to other
+ * hosts: its own words to each rank there. In groups of more than 32 ranks, on hosts of equally
+ * many ranks, relays send the words of all ranks of their host to a part of the hosts. */
+static double num_shared_words(const shape *s)
+{
+    const int peers = s->ranks - s->ranks_per_host;
+    const int hosts = s->ranks / s->ranks_per_host;
+    if (s->ranks <= 32 || s->ranks_per_host < 2 || s->ranks % s->ranks_per_host) return peers;
+    return hosts < 2 ? 0 : (double)((hosts - 1) / s->ranks_per_host + 1) * s->ranks_per_host;
+}
+
+/* Returns the time in which a rank sends the words of a plan to other hosts: first announcements
+ * and counts of choices, then to each rank there a record of 8 bytes for each choice (a token
  * and one of its top_k experts). The proxy thread joins the records for a rank into one put. */
 static double plan_us(const constants *k, const shape *s, const routing *r)
 {
-    const double peers = s->ranks - s->ranks_per_host;
+    const double peers = s->ranks - s->ranks_per_host, shared = num_shared_words(s);
     const double experts = r->experts > s->ranks ? (double)r->experts : s->ranks;
-    const double words = 4 + experts + (double)s->tokens * r->top_k;
-    const double net = transfer_us(peers, 8 * words, k->nic), thread = 3 * peers * k->put_us;
+    const double words = shared * (4 + experts) + peers * (double)s->tokens * r->top_k;
+    const double net = transfer_us(words, 8, k->nic), thread = (2 * shared + peers) * k->put_us;
     return peers > 0 ? 2 * k->net_us + (net > thread ? net : thread) : 0;
 }
 
