@@ -55,11 +55,13 @@ __device__ __forceinline__ ServedHosts served_hosts(const p2p_self &self)
 {
     const int local = ranks_per_host(self), own = self.rank / local;
     const int first = (self.rank + local - own % local) % local;
-    return {first, local, first < num_hosts(self) ? (num_hosts(self) - 1 - first) / local + 1 : 0};
+    return {first, local,
+            first < num_hosts(self) ? (num_hosts(self) - 1 - first) / local + 1 : 0};
 }
 
 /* Returns host number i of this rank's served hosts, or -1 if this is the rank's own host. */
-__device__ __forceinline__ int served_host(const p2p_self &self, const ServedHosts &served, int i)
+__device__ __forceinline__ int served_host(const p2p_self &self, const ServedHosts &served,
+                                           int i)
 {
     const int host = served.first + i * served.step;
     return host == self.rank / ranks_per_host(self) ? -1 : host;
@@ -137,8 +139,8 @@ static __device__ __noinline__ void relay_announcements(const OpState &op)
     bool sends = lane_id() < local && served.count > 0;
     wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         const uint8_t *heap = self.heap[self.rank];
-        if (sends && is_announcement_complete(
-                         op, announcement_words(self, op, (uint8_t *)heap, near))) {
+        if (sends &&
+            is_announcement_complete(op, announcement_words(self, op, (uint8_t *)heap, near))) {
             send_announcement_on(self, op, served, near);
             sends = false;
         }

@@ -104,28 +104,22 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
  * (p2p_group_device()). */
 #define SEARCH_ROW_BITS 24
 
-/* Returns whether a word of search_words() belongs to repetition number `search` of the running
- * epoch. */
-__device__ __forceinline__ bool is_search_word(const OpState &op, uint64_t word, int search)
-{
-    return is_stamped(op, word) && (uint32_t)word >> SEARCH_ROW_BITS == (uint32_t)search;
-}
-
 /* Waits for the rows that the tokens of each rank need on rank d, in repetition number
- * `search`. Sets p.rows_before_cta[d] and p.needed_rows[d]. Called by one thread. Returns false
- * if the group has failed. */
-__device__ __forceinline__ bool add_needed_rows(Planner &p, const p2p_self &self,
-                                                const OpState &op, int d, int search)
+ * `search`. has_arrived(word) returns whether a word belongs to it. Sets p.rows_before_cta[d] and
+ * p.needed_rows[d]. Called by one thread. Returns false if the group has failed. */
+template <class HasArrived>
+__device__ __forceinline__ bool add_relayed_rows(Planner &p, const OpState &op, int d,
+                                                 int search, HasArrived has_arrived)
 {
+    const p2p_self &self = *op.self;
     int32_t low = 0, all = 0;
     bool ok = true;
     for (int q = 0; q < self.num_ranks && ok; q++) {
-        if (is_vacant(op, q)) continue;
-        const uint64_t *from = search_words(self, op, word_base(op, q), q, search) + d;
+        const uint64_t *from = search_words(self, op, op.heap, q, search) + d;
         uint64_t word = 0;
         ok = wait_thread(op, word_sender(self, q), P2P_PHASE_COUNTS, [&] {
             word = load_relaxed(from);
-            return is_search_word(op, word, search);
+            return has_arrived(word);
         });
         const int32_t rows = (int32_t)(word & ((1u << SEARCH_ROW_BITS) - 1));
         if (q < self.rank) low += rows;
@@ -134,6 +128,37 @@ __device__ __forceinline__ bool add_needed_rows(Planner &p, const p2p_self &self
     p.rows_before_cta[d] = low;
     p.needed_rows[d] = all;
     return ok;
+}
+
+/* The part of count_needed_rows() after the rows have been counted, for groups that use relays
+ * for words. A function of its own, so that p2p keeps its machine code. */
+static __device__ __noinline__ bool relay_needed_rows(Planner &p, const p2p_plan_job &job,
+                                                      const OpState &op, int search)
+{
+    const p2p_self &self = job.self;
+    const int d = threadIdx.x;
+    const auto has_arrived = [&](uint64_t word) {
+        return is_stamped(op, word) && (uint32_t)word >> SEARCH_ROW_BITS == (uint32_t)search;
+    };
+    if (d < self.num_ranks) {
+        int32_t sum = 0;
+        for (int w = 0; w < p.num_warps; w++) {
+            int32_t *tally = p.tally + w * num_tallies(job, true) + num_choice_tallies(job) + d;
+            const int32_t count = *tally;
+            *tally = sum;
+            sum += count;
+        }
+        const int first = first_near_rank(self);
+        for (int q = first; q < first + ranks_per_host(self); q++)
+            store_relaxed(search_words(self, op, self.heap[q], self.rank, search) + d,
+                          stamp_word(op, (uint32_t)search << SEARCH_ROW_BITS | (uint32_t)sum));
+    }
+    const int64_t offset =
+        search_words(self, op, op.heap, 0, search) - (const uint64_t *)op.heap;
+    const int64_t stride = P2P_SEARCHES * p2p_search_words(self.num_ranks);
+    bool ok = relay_words(op, {offset, stride, self.num_ranks}, true, has_arrived);
+    if (ok && d < self.num_ranks) ok = add_relayed_rows(p, op, d, search, has_arrived);
+    return __syncthreads_and(ok) != 0;
 }
 
 /* Counts the rows that this rank's tokens need on each rank with the limits p.keep_limit, and
@@ -153,8 +178,9 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
     count_kept_rows(p, job, (const int32_t *)(job.plan + layout.fate),
                     (int32_t *)(job.plan + layout.rank_of));
     __syncthreads();
+    if (relays_words(self)) return relay_needed_rows(p, job, op, search);
     if (d < self.num_ranks) {
-        int32_t sum = 0;
+        int32_t sum = 0, low = 0, all = 0;
         for (int w = 0; w < p.num_warps; w++) {
             const int32_t count = p.tally[w * tallies + choices + d];
             p.tally[w * tallies + choices + d] = sum;
@@ -162,21 +188,27 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
         }
         for (int i = 1; i <= self.num_ranks; i++) {
             const int q = wrap_rank(self.rank + i, self.num_ranks);
-            if (is_vacant(op, q) || (relays_words(self) && is_remote(self, q))) continue;
+            if (is_vacant(op, q)) continue;
             store_relaxed(search_words(self, op, self.heap[q], self.rank, search) + d,
                           stamp_word(op, (uint32_t)search << SEARCH_ROW_BITS | (uint32_t)sum));
             if (HOSTS)
                 post_put(op, q, search_words(self, op, self.heap[q], self.rank, search) + d, 8);
         }
-        if (!relays_words(self)) ok = add_needed_rows(p, self, op, d, search);
-    }
-    if (relays_words(self)) {
-        const int64_t first =
-            search_words(self, op, op.heap, 0, search) - (const uint64_t *)op.heap;
-        ok = relay_words(
-            op, {first, P2P_SEARCHES * p2p_search_words(self.num_ranks), self.num_ranks}, ok,
-            [&](uint64_t word) { return is_search_word(op, word, search); });
-        if (ok && d < self.num_ranks) ok = add_needed_rows(p, self, op, d, search);
+        for (int q = 0; q < self.num_ranks && ok; q++) {
+            if (is_vacant(op, q)) continue;
+            const uint64_t *from = search_words(self, op, inbox_base(op, q), q, search) + d;
+            uint64_t word = 0;
+            ok = wait_thread(op, q, P2P_PHASE_COUNTS, [&] {
+                word = load_relaxed(from);
+                return is_stamped(op, word) &&
+                       (uint32_t)word >> SEARCH_ROW_BITS == (uint32_t)search;
+            });
+            const int32_t rows = (int32_t)(word & ((1u << SEARCH_ROW_BITS) - 1));
+            if (q < self.rank) low += rows;
+            all += rows;
+        }
+        p.rows_before_cta[d] = low;
+        p.needed_rows[d] = all;
     }
     return __syncthreads_and(ok) != 0;
 }

@@ -35,32 +35,26 @@ __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_REPLICATED_EXPERTS;
 }
 
-/* Sends `own`, the number of this rank's choices of one logical expert, to all ranks. With
- * relays for words, ranks of other hosts receive it by relay_chosen(). Called by one thread. */
-__device__ __forceinline__ void publish_chosen(const p2p_self &self, const OpState &op,
-                                               int logical, uint32_t own)
+/* Sends `own`, the number of this rank's choices of one logical expert, to all ranks, and waits
+ * for the numbers of all ranks. Sets p.before_cta[logical] to the sum over the lower ranks, and
+ * p.logical_load[logical] to the sum over all ranks. Called by one thread. Returns false if the
+ * group has failed. */
+static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const OpState &op,
+                                       int logical, uint32_t own)
 {
+    uint32_t low = 0, all = 0;
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = wrap_rank(self.rank + i, self.num_ranks);
-        if (is_vacant(op, q) || (relays_words(self) && is_remote(self, q))) continue;
+        if (is_vacant(op, q)) continue;
         uint64_t *to = chosen_words(self, op, self.heap[q], self.rank) + logical;
         store_relaxed(to, stamp_word(op, own));
         post_put(op, q, to, 8);
     }
-}
-
-/* Waits for the numbers that all ranks have sent about one logical expert. Sets
- * p.before_cta[logical] to the sum over the lower ranks, and p.logical_load[logical] to the sum
- * over all ranks. Called by one thread. Returns false if the group has failed. */
-__device__ __forceinline__ bool add_chosen(Planner &p, const p2p_self &self, const OpState &op,
-                                           int logical)
-{
-    uint32_t low = 0, all = 0;
     for (int q = 0; q < self.num_ranks; q++) {
         if (is_vacant(op, q)) continue;
-        const uint64_t *from = chosen_words(self, op, word_base(op, q), q) + logical;
+        const uint64_t *from = chosen_words(self, op, inbox_base(op, q), q) + logical;
         uint64_t word = 0;
-        if (!wait_thread(op, word_sender(self, q), P2P_PHASE_COUNTS, [&] {
+        if (!wait_thread(op, q, P2P_PHASE_COUNTS, [&] {
                 word = load_relaxed(from);
                 return is_stamped(op, word);
             }))
@@ -73,25 +67,40 @@ __device__ __forceinline__ bool add_chosen(Planner &p, const p2p_self &self, con
     return true;
 }
 
-/* Calls publish_chosen() and add_chosen(). Called by one thread. */
-static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const OpState &op,
-                                       int logical, uint32_t own)
+/* Stores `own`, the number of this rank's choices of one logical expert, in the heaps of the
+ * ranks of this host, for relay_chosen(). Called by one thread. */
+__device__ __forceinline__ void publish_chosen(const p2p_self &self, const OpState &op,
+                                               int logical, uint32_t own)
 {
-    publish_chosen(self, op, logical, own);
-    return relays_words(self) || add_chosen(p, self, op, logical);
+    const int first = first_near_rank(self);
+    for (int q = first; q < first + ranks_per_host(self); q++)
+        store_relaxed(chosen_words(self, op, self.heap[q], self.rank) + logical,
+                      stamp_word(op, own));
 }
 
-/* With relays for words: relays the numbers that all ranks have published, and calls
- * add_chosen() for each logical expert. Called by all threads of the CTA. */
-static __device__ bool relay_chosen(Planner &p, const p2p_self &self, const OpState &op,
-                                    int logicals, bool ok)
+/* Like exchange_chosen() for all logical experts, after publish_chosen(), in groups that use
+ * relays for words. Called by all threads of the CTA. Returns false if the group has failed. */
+static __device__ __noinline__ bool relay_chosen(Planner &p, const p2p_self &self,
+                                                 const OpState &op, int logicals)
 {
-    const int64_t offset = self.at.logical_counts / 8 +
-                           (int64_t)epoch_parity(op) * self.num_ranks * P2P_REPLICATED_EXPERTS;
-    ok = relay_words(op, {offset, P2P_REPLICATED_EXPERTS, logicals}, ok,
-                     [&](uint64_t word) { return is_stamped(op, word); });
-    for (int l = threadIdx.x; l < logicals && ok; l += blockDim.x)
-        ok = add_chosen(p, self, op, l);
+    const auto has_arrived = [&](uint64_t word) { return is_stamped(op, word); };
+    const int64_t offset = chosen_words(self, op, op.heap, 0) - (const uint64_t *)op.heap;
+    bool ok = relay_words(op, {offset, P2P_REPLICATED_EXPERTS, logicals}, true, has_arrived);
+    for (int l = threadIdx.x; l < logicals && ok; l += blockDim.x) {
+        uint32_t low = 0, all = 0;
+        for (int q = 0; q < self.num_ranks && ok; q++) {
+            const uint64_t *from = chosen_words(self, op, op.heap, q) + l;
+            uint64_t word = 0;
+            ok = wait_thread(op, word_sender(self, q), P2P_PHASE_COUNTS, [&] {
+                word = load_relaxed(from);
+                return has_arrived(word);
+            });
+            if (q < self.rank) low += (uint32_t)word;
+            all += (uint32_t)word;
+        }
+        p.before_cta[l] = (int32_t)low;
+        p.logical_load[l] = (int32_t)all;
+    }
     return ok;
 }
 
@@ -124,9 +133,12 @@ static __device__ __noinline__ bool resolve_replicas(Planner &p, const p2p_plan_
             p.tally[w * logicals + l] = (int32_t)sum;
             sum += count;
         }
-        ok = exchange_chosen(p, job.self, op, l, sum);
+        if (relays_words(job.self))
+            publish_chosen(job.self, op, l, sum);
+        else
+            ok = exchange_chosen(p, job.self, op, l, sum);
     }
-    if (relays_words(job.self)) ok = relay_chosen(p, job.self, op, logicals, ok);
+    if (relays_words(job.self)) ok = relay_chosen(p, job.self, op, logicals);
     ok = __syncthreads_and(ok) != 0;
     if (!ok) return false;
     for_each_choice(job, lanes, range_of_warp(p, job), read,
