@@ -45,8 +45,8 @@ __device__ __forceinline__ int first_near_rank(const p2p_self &self)
     return self.rank - self.rank % ranks_per_host(self);
 }
 
-/* The hosts with which this rank exchanges words. Host number i of them is first + i * step;
- * is_served() tells whether it exists and is not this rank's host. */
+/* The hosts with which this rank exchanges words. Host number i of them is first + i * step.
+ * is_served() returns whether it exists and is not this rank's host. */
 struct ServedHosts {
     int first, step, count;
 };
