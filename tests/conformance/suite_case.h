@@ -6,7 +6,7 @@
 #include "suite_memory.h"
 #include "world.h"
 
-#define CASE_MOST_ARRAYS 16
+#define CASE_MOST_ARRAYS 20
 #define CASE_POISON 0xab
 
 /* An array that a call reads or writes. */
