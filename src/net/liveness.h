@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Liveness connections show a rank that a peer's process or host is gone. A network library
- * such as UCX may never notice this, so a rank has these TCP connections in addition.
+/* Through liveness connections a rank detects that the process or the host of a peer is gone. A
+ * network library such as UCX may never detect this, so a rank has these TCP connections in
+ * addition.
  *
  * Hosts are numbered from 0. A group has the same number of ranks on every host. The index of a
  * rank on its host is its rail. The peers of a rank are the ranks with the same rail on all
@@ -42,16 +43,18 @@ typedef struct net_liveness_setup {
     bool is_in_process[NET_MAX_HOSTS];
 } net_liveness_setup;
 
-/* Opens the listening socket, and writes the data that peers need to connect to `handle`, which
- * has NET_LIVENESS_HANDLE_BYTES zeroed bytes. Not collective. Errors: EPIC_ENOMEM, EPIC_EDEVICE
- * if the system refuses a socket or random bytes, or if no network interface has an address. */
+/* Opens the listening socket. Writes to `handle` the data with which peers can connect. The
+ * caller has zeroed the NET_LIVENESS_HANDLE_BYTES bytes of `handle`. Not collective. Errors:
+ * EPIC_ENOMEM, and EPIC_EDEVICE if the system refuses a socket or random bytes, or if no
+ * network interface has an address. */
 epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *setup,
                                 void *handle);
 
 /* Connects to all peers, then starts the thread. `handles` [num_hosts,
- * NET_LIVENESS_HANDLE_BYTES] are the handles of this rank and its peers, by host. Collective
- * among these ranks. Errors: EPIC_ETIMEOUT if some peers are not connected after timeout_ms
- * (the error text lists them), EPIC_EDEVICE if the system refuses poll() or a thread. */
+ * NET_LIVENESS_HANDLE_BYTES] contains the handles of this rank and its peers, by host. All
+ * these ranks must call this function. Errors: EPIC_ETIMEOUT if some peers are not connected
+ * after timeout_ms (the error text lists them), EPIC_EDEVICE if the system refuses poll() or a
+ * thread. */
 epic_result net_liveness_connect(net_liveness *liveness, const void *handles);
 
 /* State of a peer. NET_PEER_CLOSED means that the peer called net_liveness_close().

@@ -205,8 +205,8 @@ static void advance_incoming(connect_state *o, connection *t)
         liveness_close_socket(&t->fd);
 }
 
-/* Sets which[rank] to true for each peer that is not connected yet. Returns how many there
- * are. */
+/* Sets which[rank] to true for each peer that is not connected yet. Returns the number of these
+ * peers. */
 static int find_missing(const net_liveness *l, bool *which)
 {
     int count = 0;

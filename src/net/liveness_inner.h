@@ -33,9 +33,9 @@ struct net_liveness {
     int listener;               /* listening socket; -1 once all peers are connected */
     int sockets[NET_MAX_HOSTS]; /* by host; -1: not connected, or this rank's own host */
     int state[NET_MAX_HOSTS];   /* a net_peer_state by host; only the thread writes it */
-    /* By host: time in ms of the last check that found all bytes acknowledged. Each time that
-     * this process was suspended since then is added, so that it does not count as silence
-     * (liveness.c). */
+    /* By host: time in ms of the last check that found all bytes acknowledged. If this process
+     * was suspended after that check, the duration of the suspension is added, so that it does
+     * not count as silence (liveness.c). */
     int64_t acked_ms[NET_MAX_HOSTS];
     int stop_event; /* eventfd: a write to it stops the thread; -1: no thread runs */
     pthread_t thread;

@@ -80,19 +80,19 @@ typedef struct net_engine {
      * `why` (NET_WHY_BYTES bytes). Not collective. */
     bool (*is_available)(char *why);
 
-    /* Returns true if inbox and outbox may be memory of a GPU of this host. Even then,
+    /* Returns true if inbox and outbox may be memory of a GPU of this host. Even if so,
      * connect() may find out that a peer cannot reach that memory. Not collective. */
     bool (*can_reach_gpu)(void);
 
-    /* Opens this rank's end of the net, and writes the data that peers need to connect to
-     * `handle`, which has NET_HANDLE_BYTES zeroed bytes. The data contains 64 random bits,
-     * which a receiver expects in each message, because other programs may send messages too.
-     * On an error, writes the reason to `why`. Not collective. */
+    /* Opens this rank's end of the net. Writes to `handle` the data with which peers can
+     * connect. The caller has zeroed the NET_HANDLE_BYTES bytes of `handle`. The data contains
+     * 64 random bits, which a receiver expects in each message, because other programs may send
+     * messages too. On an error, writes the reason to `why`. Not collective. */
     epic_result (*open)(net **out, const net_setup *setup, void *handle, char *why);
 
-    /* Connects to all peers. `handles` [num_hosts, NET_HANDLE_BYTES] are the handles of this
-     * rank and its peers, by host. Does not wait for replies. Returns EPIC_ENOTSUP if the GPU
-     * memory of a peer cannot be reached. The caller should then open a new net with host
+    /* Connects to all peers. `handles` [num_hosts, NET_HANDLE_BYTES] contains the handles of
+     * this rank and its peers, by host. Does not wait for replies. Returns EPIC_ENOTSUP if the
+     * GPU memory of a peer cannot be reached. The caller should then open a new net with host
      * memory. On an error, writes the reason to `why`. */
     epic_result (*connect)(net *n, const void *handles, char *why);
 
@@ -121,8 +121,8 @@ typedef struct net_engine {
     /* Writes one line of at most `size` bytes about the networks of this net to `to`. */
     void (*describe)(const net *n, char *to, size_t size);
 
-    /* Sends the accepted puts, then closes the net. If peers do not respond, closes it after
-     * about a second although puts are not sent. Accepts NULL. */
+    /* Sends the accepted puts, then closes the net. If peers do not respond, closes the net
+     * after about a second, even if some puts are not sent. Accepts NULL. */
     void (*close)(net *n);
 } net_engine;
 

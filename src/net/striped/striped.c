@@ -55,8 +55,8 @@ typedef struct stripe {
     net *owner; /* the striped net to which the stripe belongs */
     /* for each host, number of puts that were passed to `net` */
     uint64_t posted[NET_MAX_HOSTS];
-    /* For each host: all puts to the host before put completed[host] have completed. Puts to a
-     * host may complete in any order, so later puts may have completed too. */
+    /* For each host: the puts with numbers below completed[host] are all done. Puts to a host
+     * may finish in any order, so later puts may be done too. */
     uint64_t completed[NET_MAX_HOSTS];
     bool failed[NET_MAX_HOSTS]; /* for each host, true if the host is gone */
     pthread_t thread;
@@ -69,15 +69,15 @@ typedef struct stripe {
     sem_t awake;    /* posted by stripe_wake() to end a nap early */
 } stripe;
 
-/* The state of the puts to one host, over all stripes. Puts are numbered in the order of the
- * caller's calls. */
+/* The state of the puts to one host, over all stripes. Puts are numbered from 0 in the order of
+ * the caller's calls. */
 typedef struct peer {
-    /* posted: number of puts that the caller has made. finished: all puts before put number
-     * `finished` have completed. */
+    /* posted: number of puts that the caller has made. finished: the first
+     * `finished` of these puts are all done. */
     uint64_t posted, finished;
     /* stripe_of[i % MAX_IN_FLIGHT]: the stripe that sends put i */
     uint8_t stripe_of[MAX_IN_FLIGHT];
-    /* for each stripe, number of its puts among the first `finished` puts */
+    /* for each stripe, how many of the first `finished` puts it has sent */
     uint64_t num_completed[STRIPED_MAX];
 } peer;
 
@@ -110,7 +110,7 @@ static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint
     return true;
 }
 
-/* Publishes how many puts of the stripe to a host have completed, and if the host is gone. */
+/* Updates completed[host] and failed[host] of the stripe. The caller reads these arrays. */
 static void stripe_update(stripe *s, int host)
 {
     uint64_t completed = s->completed[host];
@@ -397,7 +397,7 @@ bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
     return record_put(n, host, 0);
 }
 
-/* Advances peer.finished to the first put that has not completed. Returns its increase. */
+/* Sets peer.finished to the number of the first put that is not done. Returns the increase. */
 static int advance_finished(net *n, int host)
 {
     peer *p = &n->peers[host];
@@ -412,8 +412,8 @@ static int advance_finished(net *n, int host)
     return (int)(p->finished - before);
 }
 
-/* Implements net_engine.progress. Calls progress() of the first stripe's net, of which the
- * caller is the driver. Then updates the numbers of completed puts of all stripes. */
+/* Implements net_engine.progress. Calls progress() of the first stripe's net, because the
+ * first stripe has no thread. Then updates peer.finished for each host. */
 int striped_progress(net *n)
 {
     int moved = stripe_progress(&n->stripes[0]);

@@ -17,7 +17,7 @@ typedef struct stripe_engine {
     bool (*can_gain)(const net *stripe);
 } stripe_engine;
 
-/* The engine of the stripes, which each library that uses striped nets defines (ucx.c). */
+/* The engine of the stripes. Each library that uses striped nets defines it, as ucx.c does. */
 extern const stripe_engine striped_over;
 
 /* These functions implement the members of net_engine (net.h). striped_open() opens up to 1 +

@@ -10,7 +10,7 @@
 
 #include "net/ucx/networks_text.h"
 
-/* Segment size: the largest message that UCX sends over TCP in one part. UCX's default: 64
+/* Segment size: the largest message that UCX sends over TCP in one part. UCX's default is 64
  * KB. */
 #define SEGMENT "256K"
 
@@ -68,9 +68,9 @@ static const char *segment_name(void)
     return major == 1 && minor < 17 ? "RX_SEG_SIZE" : "TCP_RX_SEG_SIZE";
 }
 
-/* Returns true if this version of UCX can refuse remote writes on networks that do not support
- * them. Older versions print a warning about the unknown setting. They emulate such a write
- * with a message, which the peer stores with memcpy. */
+/* Returns true if this version of UCX has a setting that refuses remote writes on networks that
+ * do not support them. Older versions print a warning about this setting, and emulate such a
+ * write with a message, which the peer stores with memcpy. */
 static bool can_disable_emulation(void)
 {
     unsigned major, minor, release;

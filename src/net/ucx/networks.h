@@ -43,8 +43,8 @@ bool ucx_has_rdma(ucp_context_h context);
 bool ucx_keeps_words(ucp_ep_h endpoint);
 
 /* Returns true if the network device for remote writes to this peer can access the registered
- * memory of both ranks. If it cannot, UCX sends messages. `own` and `theirs` are the results of
- * ucx_domains() for the packed keys of both ranks. */
+ * memory of both ranks. If it cannot, UCX sends messages. `own` is the result of ucx_domains()
+ * for this rank's packed key, and `theirs` the result for the peer's packed key. */
 bool ucx_can_reach(ucp_ep_h endpoint, uint64_t own, uint64_t theirs);
 
 /* Returns the memory domains of a packed key as a bit mask, or 0 if unknown. */

@@ -44,8 +44,8 @@ typedef struct peer {
     ucp_rkey_h key;    /* key for remote writes into the peer's inbox; NULL: send messages */
     uint64_t token, inbox; /* the peer's token and the address of its inbox, from its handle */
     bool gone;
-    /* posted: number of calls of put() and put_word() for this peer. finished: all calls before
-     * call number `finished` have completed. */
+    /* posted: number of calls of put() and put_word() for this peer. finished: the first
+     * `finished` of these calls are all done. */
     uint64_t posted, finished;
     send_op ops[MAX_IN_FLIGHT];
 } peer;
@@ -151,8 +151,8 @@ static epic_result create_worker(net *n, char *why)
     return EPIC_OK;
 }
 
-/* Appends an address or a packed key of UCX, which has `count` bytes, to the handle, and stores
- * count in *length. Returns false if the bytes do not fit. */
+/* Appends `bytes`, an address or a packed key of UCX with `count` bytes, to the handle. Stores
+ * `count` in *length. Returns false if the bytes do not fit. */
 static bool append_to_handle(handle *c, uint32_t *length, const void *bytes, size_t count)
 {
     const size_t used = (size_t)c->address_bytes + c->key_bytes;
@@ -189,8 +189,8 @@ static epic_result write_handle(net *n, handle *c, char *why)
     return EPIC_ENOTSUP;
 }
 
-/* Writes the port of a NIC that the GPU with this PCI address should use (nics.h) to `port`.
- * Writes "" if no port is usable or if out of memory, so that UCX chooses the devices. */
+/* Writes to `port` the port of the NIC (nics.h) that the GPU with the PCI address `gpu` should
+ * use. Writes "" if no port is usable or if out of memory, so that UCX chooses the devices. */
 static void find_port(char port[NICS_NAME_BYTES], const char *gpu)
 {
     *port = 0;
@@ -376,7 +376,7 @@ static bool ucx_is_gone(const net *n, int host)
     return n->peers[host].gone;
 }
 
-/* Implements net_engine.describe. Lists networks that several peers use only once. */
+/* Implements net_engine.describe. Lists each network once, even if several peers use it. */
 static void ucx_describe(const net *n, char *to, size_t size)
 {
     snprintf(to, size, "ucx %s, %s memory", ucp_get_version_string(),
