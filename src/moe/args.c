@@ -257,10 +257,9 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
 }
 
 /* With EPIC_INVARIANT, checks that all replicas of a logical expert belong to one leaf of the
- * sum tree. Which replica computes a choice of a token depends on the other tokens. If the
- * replicas were in several leaves, the order in which combine adds the token's rows would
- * therefore depend on the other tokens too. Ignores invalid entries, which epic_plan
- * reports. */
+ * sum tree. The other tokens influence which replica computes a token's choice. If the replicas
+ * were in several leaves, the other tokens would therefore also change the order in which
+ * combine adds the token's rows. Ignores invalid entries, which epic_plan reports. */
 static epic_result check_replicas(const moe_job *j, const int32_t *logical_of_expert)
 {
     uint64_t seen[MAX_EXPERTS / 64]; /* logical experts of the leaves before the current one */
@@ -288,8 +287,8 @@ static epic_result check_replicas(const moe_job *j, const int32_t *logical_of_ex
     return EPIC_OK;
 }
 
-/* Checks the routing that the caller forces: forced weights need forced ids, and with forced
- * ids no table is allowed. */
+/* Checks the routing that the caller forces. Forced weights are allowed only with forced ids.
+ * Forced ids are not allowed together with token_ids or a table. */
 static epic_result check_forced(const epic_moe_args *a)
 {
     if (a->topk_weights_in && !a->topk_idx_in)

@@ -14,7 +14,7 @@ typedef struct array_list {
     size_t num;
 } array_list;
 
-/* Adds an array of `count` elements of `unit` bytes. `out` is true if the call writes the
+/* Adds an array of `count` elements, each of `unit` bytes. `out` is true if the call writes the
  * array. */
 static void add_array(array_list *p, const char *name, const void *data, int64_t count,
                       int64_t unit, bool out)

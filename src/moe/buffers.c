@@ -24,9 +24,9 @@ static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 
 /* Lays out `saved`.
  *
- * The buffers that epic_moe_plan writes come first, at offsets that do not depend on the
- * capacity. The reason: after epic_moe_plan has counted the slots, the caller sets the capacity
- * and enlarges `saved`, and these buffers must keep their contents.
+ * The buffers that epic_moe_plan writes come first, so their offsets do not depend on the
+ * capacity. Only after epic_moe_plan has counted the slots does the caller set the capacity and
+ * enlarge `saved`, and these buffers must keep their contents.
  *
  * On devices expert_rows and expert_tokens have room for all experts, because the placement
  * table is in device memory, where the host cannot count the experts of a rank. */
@@ -59,7 +59,7 @@ static void layout_saved(moe_job *j, unsigned char *base)
     j->saved_bytes = used;
 }
 
-/* Adds the buffers to the workspace that are not in `saved` because of EPIC_RECOMPUTE or
+/* Adds to the workspace the buffers that are not in `saved` because of EPIC_RECOMPUTE or
  * EPIC_DISPATCH_AGAIN. In forward also adds the scales of E4M3 rows. */
 static void layout_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool backward)
 {

@@ -240,11 +240,11 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
     return EPIC_OK;
 }
 
-/* Sets the number of tokens in a batch, and deciding_tokens, the number of tokens from which
- * the gate's kernels choose their method of computing. In tree order, deciding_tokens must not
- * depend on the number of ranks, because the bits of the results depend on the method.
- * deciding_tokens is at most the number of tokens in GATE_BLOCKS blocks, because in a group
- * with many leaves each rank may compute only a few blocks. */
+/* Sets `batch` and deciding_tokens. The gate's kernels choose their method of computing as if
+ * they had deciding_tokens tokens. In tree order, deciding_tokens must not depend on the number
+ * of ranks, because the bits of the results depend on the method. So deciding_tokens is
+ * computed from the number of leaves, limited to GATE_BLOCKS because a batch has at most
+ * GATE_BLOCKS blocks. */
 static void set_batch(moe_job *j)
 {
     const int64_t most = j->blocks < GATE_BLOCKS ? j->blocks : GATE_BLOCKS;

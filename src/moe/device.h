@@ -26,8 +26,8 @@ epic_result moe_device_shared(moe_job *j, const token_block *block, int64_t b, u
 
 /* Runs gate and router on all tokens: writes logits, topk_idx and weights to j->saved. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a);
-/* Makes the plan, unless epic_moe_plan has made it (EPIC_PLANNED), dispatches the rows and
- * copies the loads to the caller's arrays. Collective. */
+/* Makes the plan, unless epic_moe_plan has made it (EPIC_PLANNED), and dispatches the rows.
+ * Copies to the caller's arrays how many choices each expert has. Collective. */
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a);
 /* Adds the outputs of the zero-experts and of the shared expert to the combined rows `out`. */
 epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out);
@@ -45,7 +45,7 @@ epic_result moe_device_forward(moe_job *j, const epic_moe_args *a);
 epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
                                 const epic_moe_gradients *g);
 
-/* Returns the arguments of a loss for one block, except the loss and the gradients. */
+/* Returns the arguments for a loss of one block. The addresses of the results are not set. */
 epic_loss_args moe_device_loss_args(const moe_job *j, const token_block *block, double coeff);
 
 /* Returns the factor of the balance loss (formula: router/losses.c) before the division by the

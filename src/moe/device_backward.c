@@ -26,8 +26,8 @@ static gradient_addresses caller_targets(const epic_moe_gradients *g, uint32_t f
                                 g->shared_b_down,  g->w_shared_gate, flags};
 }
 
-/* One gradient in a row of work.dense_grads (its elements begin to end - 1), and the caller's
- * array for the gradient. */
+/* One gradient. It is at the elements [begin, end) of each row of work.dense_grads, and is
+ * finally stored in the caller's array `to`. */
 typedef struct dense_part {
     float *to; /* NULL: the caller does not want the gradient */
     int64_t begin, end;
@@ -64,8 +64,8 @@ static void list_dense_parts(const moe_job *j, const epic_moe_gradients *g,
     }
 }
 
-/* Zeroes each of the gradients `first` to `end` - 1 in `dense_grads` that no kernel writes, so
- * that sums do not read uninitialized memory. */
+/* Zeroes the gradients in `dense_grads` that no kernel writes, so that sums do not read
+ * uninitialized memory. Looks only at the gradients `first` to `end` - 1. */
 static epic_result zero_missing_gradients(moe_job *j, const dense_part parts[DENSE_PARTS],
                                           float *dense_grads, int first, int end)
 {
@@ -191,7 +191,7 @@ static epic_result router_backward_scaled(moe_job *j, const block_range *range,
                       EPIC_F32, !(to->flags & EPIC_ACCUMULATE));
 }
 
-/* Computes work.d_logits of a batch from the gradients of the weights of its choices. */
+/* Computes work.d_logits of a batch from the gradients with respect to the choices' weights. */
 static epic_result router_backward(moe_job *j, const block_range *range,
                                    const token_block *batch, const layer_tokens *tokens,
                                    const gradient_addresses *to)

@@ -192,7 +192,7 @@ epic_result moe_device_plan(moe_job *j, const epic_moe_args *a, int64_t *slots)
     TRY(check_fits(j, a, &plan));
     TRY(copy_loads(j, a));
     TRY(count_slots(j, &count));
-    /* the counts are valid only if there is no error in the data of any rank */
+    /* the counts are valid only if the data of every rank is valid */
     TRY(epic_check(j->ctx));
     *slots = count;
     return EPIC_OK;
@@ -203,7 +203,7 @@ epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)
     if (a->flags & EPIC_PLANNED)
         TRY(copy_routing(j, a));
     else
-        /* no peer waits for this rank yet, so only this rank returns an error of route */
+        /* no peer waits for this rank yet, so only this rank returns an error of this call */
         TRY(moe_device_route(j, a));
     TRY(moe_device_plan_dispatch(j, a));
     epic_result result = moe_run_experts(j);

@@ -191,8 +191,9 @@ static void zero_gradients(const moe_job *j, const backward_call *c)
     store_dense_gradients(j, c);
 }
 
-/* Runs all stages. Every rank returns an error of combine backward or of the repeated dispatch.
- * A later error may occur on this rank alone, which then aborts the context. */
+/* Runs all stages. An error of combine backward or of the repeated dispatch is returned on
+ * every rank. A later error may occur on this rank alone, and then this rank aborts the
+ * context. */
 static epic_result run_backward(moe_job *j, backward_call *c)
 {
     epic_result result = moe_combine_backward(j, &c->args->d_out, &c->fault);

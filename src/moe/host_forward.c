@@ -98,7 +98,7 @@ static void copy_load(const moe_job *j, const epic_moe_args *a)
 }
 
 /* Makes the plan, or uses the plan of epic_moe_plan (EPIC_PLANNED), and dispatches the rows.
- * Copies the loads to the caller's arrays even after an error. */
+ * Copies to the caller's arrays how many choices each expert has, even after an error. */
 static epic_result plan_and_dispatch(moe_job *j, const epic_moe_args *a,
                                      const op_header_extra *extra)
 {

@@ -102,7 +102,7 @@ typedef struct moe_job {
     epic_experts experts, shared;
     bool has_shared;
     epic_moe_weights weights;
-    /* hashes of the layer's options and weights, which the ranks compare in op headers */
+    /* hashes of the layer's options and weights; the ranks compare the hashes in op headers */
     layer_options options;
 
     bool is_device; /* arrays are in device memory, which the host must not read */
@@ -197,11 +197,11 @@ static inline epic_rows moe_block_out_rows(const moe_job *j, const epic_rows *ro
                        moe_block_begin(j, block + 1) - first, j->row_bytes};
 }
 
-/* Offsets in reals of the gradients of the gate and the shared expert in one buffer. Biases
- * that the layer does not have get offsets too, so that the sizes are equal on all ranks. At
- * gate_padding and shared_padding, zeros fill up the buffer to the next multiple of
- * DENSE_GRAD_ALIGNMENT reals. So gate_up is aligned in each row of work.dense_grads, because a
- * GPU has faster kernels for aligned results, whose sums may have other bits. */
+/* Offsets, in reals, of the gradients of the gate and the shared expert in a row of
+ * work.dense_grads. Biases that the layer does not have get offsets too, so that the sizes are
+ * equal on all ranks. At gate_padding and shared_padding, zeros fill up the row to the next
+ * multiple of DENSE_GRAD_ALIGNMENT reals. This aligns gate_up in each row: a GPU uses other,
+ * faster kernels for aligned results, and the bits of their sums may differ. */
 typedef struct dense_grad_offsets {
     int64_t w_gate, b_gate, scale, gate_padding;
     int64_t gate_up, down, b_gate_up, b_down, w_shared_gate, shared_padding, end;

@@ -6,8 +6,8 @@
 #include "plan/plan.h"
 
 /* Compares expert_rows and expert_tokens in `saved` with the plan in `saved`. If they differ,
- * stores the first difference in *fault and returns true. The counts of local experts that are
- * not in the plan must be 0. */
+ * stores the first difference in *fault and returns true. For a local expert that is not in the
+ * plan, both counts must be 0. */
 static bool find_bad_count(const moe_job *j, const plan_view *plan, data_fault *fault)
 {
     const int64_t planned = plan->header->num_local;

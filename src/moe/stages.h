@@ -16,8 +16,8 @@
  * forward. */
 epic_result moe_check_saved(const moe_job *j, data_fault *fault);
 
-/* Returns the memory in which the forward of the shared expert saves the data of block b for
- * backward. With EPIC_RECOMPUTE all blocks use the same memory. */
+/* Returns the memory in which the shared expert's forward saves what backward needs for block
+ * b. With EPIC_RECOMPUTE all blocks use the same memory. */
 static inline void *moe_shared_saved(const moe_job *j, int64_t b)
 {
     const int64_t block = j->moe.flags & EPIC_RECOMPUTE ? 0 : b;
@@ -63,7 +63,7 @@ void moe_attach_f64_weights(moe_job *j, epic_dispatch_args *how);
 /* Writes the weight of each slot to saved.slot_weights. Called after dispatch. */
 void moe_select_slot_weights(moe_job *j);
 /* Sends the gradients in work.d_slot_weights to the ranks that own the tokens. Those ranks
- * write them to work.d_weights. Collective. */
+ * write the gradients to their work.d_weights. Collective. */
 epic_result moe_combine_weight_gradients(moe_job *j);
 
 /* Computes the losses of one block on the host, and writes them as reals to *balance and *z.
