@@ -9,8 +9,9 @@
 void format_ranks(char *out, size_t size, const uint64_t *ranks);
 
 /* Returns true if the peer has finished the operation of exchange x. Such a peer is no culprit,
- * even if it has closed its context. But x can wait for it: if the ring to EVERYONE is full,
- * the ring does not show which peer has not read its entries, so x waits for all peers. */
+ * even if it has closed its context. x may still wait for such a peer: if the ring to EVERYONE
+ * is full, the ring does not show which peer has not read its entries, so x waits for all
+ * peers. */
 bool has_peer_finished(const exchange *x, const epic_peer_status *status);
 
 /* Sets the bits of the culprits in `culprits`, and writes an error text with the status of up

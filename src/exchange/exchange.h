@@ -119,9 +119,9 @@ int64_t exchange_bytes(const epic_config *config);
 epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
                           const epic_call *call, const epic_op_header *header, uint64_t bytes);
 
-/* Ends the operation of x, which must have succeeded, and begins the next operation of its tag
- * in x, without new op headers. So the op headers of the first operation must contain
- * everything on which the ranks must agree in the second operation. */
+/* Ends the operation of x and begins the next operation with the same tag in x, without new op
+ * headers. Requires that the ended operation has succeeded. The op headers of the first
+ * operation must contain everything on which the ranks must agree in the second operation. */
 void exchange_reuse(exchange *x, uint32_t operation, uint64_t bytes);
 
 /* Ends the operation. The caller must not use x afterwards. Returns `result`. */
@@ -161,8 +161,8 @@ static inline int64_t exchange_local_field(const exchange *x, int rank, int fiel
     return x->headers[rank]->local[field];
 }
 
-/* How a row is split: into num_pieces pieces of piece_bytes bytes, of which the last may be
- * shorter. */
+/* How a row is split: into num_pieces pieces. Each piece has piece_bytes bytes, except that the
+ * last piece may be shorter. */
 typedef struct row_split {
     int64_t row_bytes;
     int64_t piece_bytes;
@@ -188,9 +188,9 @@ static inline int64_t piece_size(const row_split *c, int32_t piece)
     return left < c->piece_bytes ? left : c->piece_bytes;
 }
 
-/* The callbacks of a scatter flow, whose first argument is `self`. Sender and receiver must
- * agree: is_sent(peer, item) on this rank equals is_received(this rank, item) on the peer. The
- * result for a vacant seat has no effect. */
+/* The callbacks of a scatter flow. Each callback gets `self` as its first argument. Sender and
+ * receiver must agree: is_sent(peer, item) on this rank equals is_received(this rank, item) on
+ * the peer. The result for a vacant seat has no effect. */
 typedef struct scatter {
     void *self;
     const int64_t *items; /* [num_ranks]: number of items of each source */
@@ -221,9 +221,10 @@ typedef struct scatter {
  * while it can neither send nor read. Returns EPIC_OK, or the failure of the group. */
 epic_result scatter_run(exchange *x, const scatter *s);
 
-/* The callbacks of a collect flow, whose first argument is `self`. The home of an item is the
- * rank that owns the item and receives the rows for it. Sender and receiver must agree: on rank
- * r, is_sent(h, item) must equal the result of is_received(r, item) on rank h. */
+/* The callbacks of a collect flow. Each callback gets `self` as its first argument. The home of
+ * an item is the rank that owns the item and receives the rows for it. Sender and receiver must
+ * agree: on rank r, is_sent(h, item) must equal the result of is_received(r, item) on rank
+ * h. */
 typedef struct collect {
     void *self;
     const int64_t *items; /* [r]: number of items whose home is rank r */

@@ -202,8 +202,8 @@ static epic_result saved_error(int rank, const int64_t *about)
                      (long long)about[2]);
 }
 
-/* Returns the error that a rank reports about its window: EPIC_ENOMEM or EPIC_ENOTSUP, after
- * which the group stays usable. The error text is from that rank, and may be cut off at its
+/* Returns the error that a rank reports about its window: EPIC_ENOMEM or EPIC_ENOTSUP. Such an
+ * error does not break the group. The error text is from that rank, and may be cut off at its
  * end. epic_fail() replaces bytes that are not valid text. */
 static epic_result window_error(int rank, const epic_op_header *header)
 {

@@ -103,10 +103,10 @@ typedef struct op_header_extra {
     const layer_options *options; /* options of the layer; NULL: unknown */
 } op_header_extra;
 
-/* Stores an error in an op header. Does nothing for NULL and DATA_OK. */
+/* Stores an error in an op header. Does nothing if `fault` is NULL or contains DATA_OK. */
 void op_header_set_fault(epic_op_header *header, const data_fault *fault);
 
-/* Stores the options of a layer in an op header. Does nothing for NULL. */
+/* Stores the options of a layer in an op header. Does nothing if `options` is NULL. */
 void op_header_set_options(epic_op_header *header, const layer_options *options);
 
 /* Returns the name of an epic_operation for error texts. */

@@ -171,8 +171,9 @@ static bool scatter_read_own(scatter_state *g)
 }
 
 /* Returns true if this rank still has entries to send, entries to read or own items to handle.
- * Sets x->waits_for to the peers to or from which entries are left, or to all peers if an entry
- * for the ring to EVERYONE is left. */
+ * Sets x->waits_for to the peers to which entries must still be sent or from which entries must
+ * still be read. If an entry must still be written into the ring to EVERYONE, these are all
+ * peers. */
 static bool scatter_is_unfinished(scatter_state *g)
 {
     exchange *x = g->x;
