@@ -8,9 +8,9 @@
 
 #include <string.h>
 
-/* A seat gives up on a lower seat after 3/2 of the patience without a message from that seat.
- * The factor is more than 1, because a leader that is alive may wait for the whole patience
- * before it sends its next message. */
+/* A seat gives up on a lower seat if no message from that seat has arrived for 3/2 of the
+ * patience (members_call.patience_ns). The factor is more than 1, because a leader that is
+ * alive may wait for the whole patience before it sends its next message. */
 #define GIVE_UP_HALVES 3
 #define CALL_PATIENCES 4 /* a call lasts at most this many times the patience */
 
@@ -96,7 +96,7 @@ static void enter_generation(members *m, int64_t now)
         if (s != m->seat && seat_set_has(&next, s)) send_last(m, s, now);
 }
 
-/* Returns whether the accepts in `acks` are enough to decide on the set `next`. */
+/* Returns whether `acks`, the seats that have accepted, suffice to decide on the set `next`. */
 static bool is_quorum(const members *m, const seat_set *acks, const seat_set *next)
 {
     if (m->ballot.authority) return seat_set_contains(acks, next);
@@ -115,7 +115,7 @@ static void fail_for_all(members *m, uint32_t flags, int64_t now)
     send_to_all(m, &m->came, &fail, now);
 }
 
-/* Returns whether this seat has given up on a lower seat (GIVE_UP_HALVES). */
+/* Returns whether this seat has given up on the lower seat `seat` (GIVE_UP_HALVES). */
 static bool is_given_up(const members *m, int seat, int64_t now)
 {
     return now - m->heard_ns[seat] >= m->call.patience_ns * GIVE_UP_HALVES / 2;
@@ -179,8 +179,9 @@ static void finish_gathering(members *m, int64_t now)
 }
 
 /* Decides when each seat that has promised has accepted or is dead, or when the patience has
- * passed. A majority of accepts would be enough to decide earlier. But then a seat that has not
- * prepared yet would receive the decision, and would be left out if it cannot prepare. */
+ * passed. A majority that has accepted would be enough to decide earlier. But then a seat that
+ * has not prepared yet would receive the decision, and would be left out if it cannot
+ * prepare. */
 static void finish_proposing(members *m, int64_t now)
 {
     seat_set known = m->acks;
@@ -225,10 +226,10 @@ static void make_progress(members *m, int64_t now)
     if (is_running(m) && m->phase == MEMBERS_PROPOSES) finish_proposing(m, now);
 }
 
-/* Adopts the proposal in a promise if it was accepted in a higher ballot than that of earlier
- * promises, because such a proposal may be decided already. Ignores proposals that cannot be
- * decided: those that this leader itself has abandoned, and those with another authority
- * number. */
+/* If a promise contains a proposal that its sender has accepted earlier, the proposal may be
+ * decided already. Of these proposals, adopts the one that was accepted in the highest ballot.
+ * Ignores proposals that cannot be decided: those that this leader itself has abandoned, and
+ * those with another authority number. */
 static void keep_accepted(members *m, const members_message *promise)
 {
     const members_ballot *b = &promise->accepted;

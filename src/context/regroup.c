@@ -116,7 +116,7 @@ static int64_t running_ns(const struct context_decision *d)
 }
 
 /* Creates the memory of the generation group_id if this rank has proposed it. Does nothing if
- * another rank has. */
+ * another rank has proposed it. */
 static epic_result create_own(const epic_context *ctx, uint64_t group_id)
 {
     const epic_regroup_transport *t = transport_of(ctx);
@@ -125,7 +125,8 @@ static epic_result create_own(const epic_context *ctx, uint64_t group_id)
 }
 
 /* Returns the id of the generation that the receiver `to` of the message may have to prepare,
- * or 0 if there is none. The receiver of a promise may become the leader, which must send the
+ * or 0 if there is none. For a promise with an accepted proposal, this is the proposal's
+ * generation: the receiver may become the leader, and the leader must send a handle to the
  * memory to all members. */
 static uint64_t generation_for(int to, const members_message *message)
 {
@@ -209,10 +210,11 @@ static seat_set find_gone(const epic_context *ctx)
     return gone;
 }
 
-/* Receives a message and returns true. If none has arrived, reports members that have closed or
- * died to the state machine, and returns false. A member may have sent messages before it died,
- * and among them may be a decision, which counts. So this function looks for messages once more
- * after it has found a death, and reports the death only if there is none. */
+/* Receives a message and returns true. If no message has arrived, reports members that have
+ * closed or died to the state machine, and returns false. A member may have sent messages
+ * before it died, and among them may be a decision, which counts. So this function looks for
+ * messages once more after it has found a death, and reports the death only if no message has
+ * arrived. */
 static bool receive_or_report(epic_context *ctx, int *from, members_message *message,
                               uint32_t ms)
 {
