@@ -25,8 +25,8 @@ static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 /* Lays out `saved`.
  *
  * The buffers that epic_moe_plan writes come first, so their offsets do not depend on the
- * capacity. Only after epic_moe_plan has counted the slots does the caller set the capacity and
- * enlarge `saved`, and these buffers must keep their contents.
+ * capacity. After epic_moe_plan has counted the slots, the caller sets the capacity and
+ * enlarges `saved`, and these buffers must keep their contents.
  *
  * On devices expert_rows and expert_tokens have room for all experts, because the placement
  * table is in device memory, where the host cannot count the experts of a rank. */
