@@ -33,7 +33,7 @@ typedef struct epic_regroup_transport {
      * `ms` milliseconds. Returns false if no message has arrived. */
     bool (*receive)(epic_group *group, int *from, void *message, size_t bytes, uint32_t ms);
 
-    /* Returns whether the rank on a seat has closed its context or its process has ended. */
+    /* Returns whether the rank on a seat has closed its context, or its process has exited. */
     bool (*is_gone)(epic_group *group, int seat);
 
     /* Creates the memory of the generation group_id. Called only by the rank that proposes this

@@ -8,7 +8,7 @@
  * An *exchange* is the communication of one public call, usually one operation. (tag, sequence)
  * identifies an operation: sequence is the running number of the operation within the tag, from
  * 0. A call that makes a plan and dispatches with it makes two operations in one exchange.
- *    Ranks announce only the first operation, whose (tag, sequence) identifies the exchange.
+ * Ranks announce only the first operation, and its (tag, sequence) identifies the exchange.
  *
  * Each rank keeps the state of an exchange in one of its *op slots*, numbered 0 to
  * max_in_flight - 1. Ranks may use different op slots for one exchange, because they find each

@@ -26,8 +26,8 @@
 #include "base/error.h"
 #include "base/thread.h"
 
-/* Number of epochs in the array `ends`. At most two epochs have puts in flight (kernels wait
- * for this), so four are enough. */
+/* Number of epochs in the array `ends`. Kernels wait so that at most two epochs have puts in
+ * flight, so four are enough. */
 #define MAX_OPEN_EPOCHS 4
 /* maximum number of ring entries that the thread reads before it posts puts */
 #define MAX_ENTRIES 256
@@ -47,7 +47,7 @@
 #define URGENT_QUIET_US 5
 /* number of cache lines ahead of the current ring entry that the thread prefetches */
 #define PREFETCH_LINES 4
-/* calls of proxy_progress() without progress after which the thread begins to sleep */
+/* the thread begins to sleep after this many calls of proxy_progress() without progress */
 #define IDLE_ROUNDS 64
 /* polling time in us before the first sleep, if this process has at least SPARE_CORES cores */
 #define SPIN_US 200
@@ -91,8 +91,8 @@ struct hosts_proxy {
     /* for each host: true if the net accepts no more puts to the host at the moment */
     bool full[NET_MAX_HOSTS];
     int64_t urgent_at; /* time in us (clock_us()) at which an urgent piece was last read */
-    /* true: the thread has read the ring entry that ends the epoch; the epoch ends when all its
-     * batches are posted */
+    /* true: the thread has read the ring entry that follows the last piece of the epoch; the
+     * epoch ends when all its batches are posted */
     bool epoch_ends_next;
     put_batcher *batcher;
     uint64_t num_read; /* ring entries read so far */
@@ -104,8 +104,9 @@ struct hosts_proxy {
     /* number of puts posted to each host, including state words and messages */
     uint64_t posted[NET_MAX_HOSTS];
     uint64_t num_urgent[NET_MAX_HOSTS]; /* number of urgent puts posted to each host */
-    /* urgent[host][n % MAX_URGENT_IN_FLIGHT]: value of posted[host] after urgent put n to the
-     * host; only the last MAX_URGENT_IN_FLIGHT urgent puts are kept */
+    /* urgent[host][n % MAX_URGENT_IN_FLIGHT]: value of posted[host] just after the n-th urgent
+     * put to that host (from 0) was posted; only the values of the last MAX_URGENT_IN_FLIGHT
+     * urgent puts are kept */
     uint64_t urgent[NET_MAX_HOSTS][MAX_URGENT_IN_FLIGHT];
     /* ends[n % MAX_OPEN_EPOCHS]: copy of `posted` at the end of epoch n; only the last
      * MAX_OPEN_EPOCHS epochs are kept */

@@ -62,8 +62,9 @@ void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 
 /* Writes the next put to *out. Considers only batches for which may() returns true: first
  * urgent batches, then complete batches of rows, then partial batches of rows. Within each
- * kind, older batches come first. Returns false if may() allows no batch. After a return of
- * true, the caller must call put_batcher_mark_posted() or put_batcher_put_back() next. */
+ * kind, older batches come first. Returns false if may() allows no batch. If this function
+ * returns true, the caller must next call put_batcher_mark_posted() or
+ * put_batcher_put_back(). */
 bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self,
                       put_range *out);
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sends control messages (messages without rows, on MPI tag 0) and stores the failure of the
- * group. NUM_RECEIVE_BUFFERS receives from any source are always posted, and progress.c polls
- * them. Control messages are small, so MPI completes a send at once, even if the peer does not
- * poll MPI. */
+ * group. NUM_RECEIVE_BUFFERS receive requests for messages from any rank are always posted, and
+ * progress.c polls them. Control messages are small, so MPI completes a send at once, even if
+ * the peer does not poll MPI. */
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>

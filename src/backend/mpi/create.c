@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Creates a communicator of some ranks of another communicator, within a deadline.
+/* Creates a communicator with some of the ranks of another communicator, within a deadline.
  *
  * Of the MPI calls that create a communicator, only MPI_Comm_create_group is collective over
  * the ranks of the new communicator alone. It waits forever if one of these ranks dies. So if
@@ -88,10 +88,10 @@ static epic_result wait_for_creation(epic_group *group, creation *c)
     return EPIC_OK;
 }
 
-/* Creates group->comm from the group `ranks` of ranks of `parent`. Collective over these ranks.
- * If MPI allows only one thread, or no thread can be started, calls MPI directly, without a
- * deadline. Errors: EPIC_ETIMEOUT, EPIC_EPEER (a rank of this host died), EPIC_EDEVICE,
- * EPIC_ENOMEM. */
+/* Creates group->comm, a communicator of the ranks in `ranks`, which must all be ranks of
+ * `parent`. Collective over these ranks. If MPI allows only one thread, or no thread can be
+ * started, calls MPI directly, without a deadline. Errors: EPIC_ETIMEOUT, EPIC_EPEER (a rank of
+ * this host died), EPIC_EDEVICE, EPIC_ENOMEM. */
 epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int tag)
 {
     pthread_t thread;

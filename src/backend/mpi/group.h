@@ -43,7 +43,7 @@
 #define FIRST_ROW_TAG 1
 /* minimum size in bytes of half a ring, and maximum size of an entry */
 #define MIN_SEGMENT 8704
-/* number of receives for control messages that are always posted */
+/* number of receive requests for control messages; they are always posted */
 #define NUM_RECEIVE_BUFFERS 16
 #define NUM_SEND_BUFFERS 64 /* maximum number of status requests and replies in flight */
 
@@ -165,7 +165,8 @@ typedef struct op_slot {
     /* num_events: number of changes of this slot so far that can end a call of wait().
      * num_seen_events: value of num_events when wait() last found a change. */
     unsigned num_events, num_seen_events;
-    /* calls of room(), entry() or op_header() without a result since the last poll of MPI */
+    /* number of calls of room(), entry() or op_header() that found nothing since the last poll
+     * of MPI */
     int num_misses;
     unsigned num_looks;  /* number of polls of MPI by wait() during the current wait for rows */
     bool waits_for_room; /* true: the thread waits until a ring has room for another entry */

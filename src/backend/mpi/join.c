@@ -162,9 +162,9 @@ static epic_result check_infos(const join_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Returns whether the cores on which the ranks of this host may run are, taken together, at
- * least as many as these ranks. If not, ranks share cores, so a waiting rank must yield its
- * core. */
+/* Returns whether this host has at least one core for each of its ranks. Counts only the cores
+ * on which any of these ranks may run. If there are fewer cores, ranks share cores, so a
+ * waiting rank must yield its core. */
 static bool find_core_per_rank(const epic_join *join, const join_info *infos)
 {
     const epic_peer *mine = &join->peers[join->bootstrap->rank];

@@ -94,7 +94,7 @@ static void reset_slot(epic_group *group, op_slot *slot)
     for (int r = 0; r < group->num_ranks; r++) {
         atomic_store_explicit(&slot->has_header[r], false, memory_order_relaxed);
         slot->send_rings[r] = (staging_ring){
-            /* each exchange begins in the other half of the ring than the previous exchange */
+            /* an exchange begins in a different half of the ring than the previous exchange */
             .num_started = (uint64_t)slot->num_flows};
         slot->receive_rings[r] = (staging_ring){0};
         slot->statuses[r].is_pending = false;

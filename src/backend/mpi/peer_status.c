@@ -57,8 +57,9 @@ static void send_request(epic_group *group, op_slot *slot, int to, int64_t now)
     control_send(group, &l->message, to, &l->request);
 }
 
-/* `whom` is a bit mask of ranks. Adds to it the ranks for which its ranks wait according to
- * their last replies. Repeats this until no more ranks are added (transitive closure). */
+/* `whom` is a bit mask of ranks. For each rank in `whom`, adds the ranks for which that rank
+ * waits according to its last reply. Repeats this until no more ranks are added (transitive
+ * closure). */
 static void add_indirect_waits(epic_group *group, const op_slot *slot, int64_t now,
                                uint64_t *whom)
 {

@@ -10,16 +10,16 @@
  * sends until the receive is posted, so the reader need not report free halves to the writer.
  *
  * If a flow fills only a small part of half a ring, the writer places it at another offset than
- * the previous flow. The reason: the cache lines at the previous offset are still in the
- * reader's cache, so writing to them would be slow.
+ * the previous flow. At the previous offset, the cache lines are still in the reader's cache,
+ * so writing to them would be slow.
  *
  * The MPI tag of rows is FIRST_ROW_TAG plus the index of the reader's op slot. A rank reuses a
  * slot only after it has received all rows that it expects there. So the MPI tag identifies the
  * exchange, and MPI keeps the order of messages with equal tags. */
 #include "backend/mpi/group.h"
 
-/* With their changing offsets, small flows use at most this many bytes of all rings of an op
- * slot together. So these bytes fit into a cache that several ranks share. */
+/* Small flows change their offset (choose_offset()), but in all rings of an op slot together
+ * they use at most this many bytes. These bytes fit into a cache that several ranks share. */
 #define ROUND_BYTES (256 * 1024)
 
 /* Implements epic_transport.ring_bytes. Backend mpi has no ring to EVERYONE. */

@@ -133,8 +133,9 @@ static epic_result launch_flat_floats(const epic_group *g,
         "launching dispatch_backward");
 }
 
-/* Implements epic_ops.dispatch_backward as a combine without weights, which also sends the
- * gradients of the weights back. With EPIC_FLAT a second operation sends these gradients. */
+/* Implements epic_ops.dispatch_backward as a combine without weights. This combine also sends
+ * the gradients of the weights back, except with EPIC_FLAT, where a second operation does
+ * so. */
 epic_result p2p_dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
 {
     P2P_RANGE("epic_dispatch_backward");

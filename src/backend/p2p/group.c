@@ -193,8 +193,8 @@ static epic_result copy_waits(epic_group *g)
     return p2p_cuda(error, "copying the waiting times");
 }
 
-/* Kernels may add to the times during the copy, so the copied `alone` can be larger than the
- * copied `wait`. So this function limits `alone` to `wait`. */
+/* Implements epic_ops.read_waits. Limits each copied `alone` to the copied `wait`: kernels may
+ * add to the times during the copy, so `alone` could be larger than `wait`. */
 epic_result p2p_read_waits(epic_group *g, uint32_t first, uint32_t last, epic_wait_info *out)
 {
     pthread_mutex_lock(&g->waits_lock);

@@ -153,8 +153,8 @@ static bool may_write(const epic_group *g, int peer, const uint64_t *gone)
            !p2p_has_released(g, peer) && (is_here || !p2p_is_vacant(g, peer));
 }
 
-/* Returns whether no peer for which this rank must wait can write into this rank's heap any
- * more. */
+/* Returns true if every peer that this rank must wait for can no longer write into this rank's
+ * heap, or if p2p_gone() fails. */
 static bool all_gone(epic_group *g)
 {
     const uint64_t *gone = p2p_gone(g);

@@ -36,8 +36,9 @@ epic_result p2p_read_plan_layer(const epic_group *group, epic_layer *out,
 /* Returns the offsets of the arrays in a plan of this layer. */
 device_plan_layout p2p_plan_layout(const epic_group *group, const epic_layer *layer);
 
-/* Sets self->layer_hashes to hashes of the layer, whose defaults must be filled in. The kernels
- * compare them with the hash in a plan, to check that the plan was made for this layer. */
+/* Sets self->layer_hashes to hashes of the layer. The caller must have filled in the layer's
+ * defaults. The kernels compare these hashes with the hash in a plan, to check that the plan
+ * was made for this layer. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer);
 
 /* Returns whether EPIC_BY_K can make a difference, that is, can keep other choices than the

@@ -80,7 +80,8 @@ static epic_result find_function(void *handle, const char *library, const char *
     return EPIC_OK;
 }
 
-/* Checks the version. NCCL up to 2.8 encodes 2.8.4 as 2804, newer NCCL 2.9.6 as 20906. */
+/* Checks the version. NCCL up to 2.8 encodes 2.8.4 as 2804, and later versions encode 2.9.6 as
+ * 20906. */
 static epic_result check_version(const nccl_functions *n, const char *library)
 {
     int version = 0;

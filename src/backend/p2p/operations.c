@@ -185,9 +185,9 @@ static bool is_flat(const p2p_dispatch_job *job)
            (job->plan.planners || job->recv_expert || job->weights);
 }
 
-/* Returns whether the low-latency dispatch was measured to be faster with up to
- * P2P_LOWLAT_TOKENS tokens than the general kernel (docs/lab/cuda.md). The result is equal on
- * all ranks. */
+/* Returns whether, in measurements with up to P2P_LOWLAT_TOKENS tokens, the low-latency
+ * dispatch was faster than the general kernel (docs/lab/cuda.md). The result is equal on all
+ * ranks. */
 static bool is_measured_lowlat(const epic_group *g, const p2p_dispatch_job *job)
 {
     return !job->scale_bytes && job->row_bytes <= 16384 && g->num_ranks <= 4;

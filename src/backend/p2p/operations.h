@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that all operations use (jobs.c), and the operations in combine.c, which the table
- * in operations.c contains. A *job* is the struct of arguments of a kernel. */
+/* Functions that all operations use (jobs.c), and the operations of combine.c, which are
+ * declared here for the table in operations.c. A *job* is the struct of arguments of a
+ * kernel. */
 #ifndef EPIC_P2P_OPERATIONS_H
 #define EPIC_P2P_OPERATIONS_H
 
@@ -45,8 +46,8 @@ bool p2p_fits_staging(const epic_group *group, int64_t row_bytes);
 
 /* Returns whether this group may use low-latency kernels. The libraries for many ranks have no
  * such kernels. In the backend `hosts`, max_tokens must be small, because these kernels send
- * the expert ids to every rank, and relays (ranks that forward rows to other ranks of their
- * host) must be off. */
+ * the expert ids to every rank. In that backend, relays (ranks that forward rows to other ranks
+ * of their host) must also be off. */
 bool p2p_can_use_lowlat(const epic_group *group);
 
 /* Returns whether an operation of this rank, with num_tokens tokens, uses a low-latency kernel,

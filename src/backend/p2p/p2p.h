@@ -137,8 +137,8 @@ int64_t p2p_heap_bytes(const p2p_heap *at);
  * not arrived). Returns when the device has finished. */
 epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
 /* Clears this rank's heap for a new generation, in which epochs begin at 1 again. Keeps the
- * words `gone`, because a member may close its context early, and the device times and waiting
- * times in the control memory. */
+ * words `gone`, because a member may close its context early. Also keeps the device times and
+ * the waiting times in the control memory. */
 epic_result p2p_heap_renew(epic_group *group);
 /* Returns the epoch (number) of the last operation that began on this rank's device. Copies the
  * epoch from the device and waits for this copy, but not for kernels. */

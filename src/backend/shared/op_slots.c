@@ -147,9 +147,9 @@ const epic_op_header *shared_op_header(epic_group *g, int index, int peer)
     return shared_match_peer(g, x, peer) ? &x->links[peer].slot->op_header : NULL;
 }
 
-/* Ends the exchange on this rank. Marks this rank's own slot as finished. Stores in the slot of
- * each peer that this rank no longer uses that slot. Releases the claim on its own slot, and
- * wakes the threads of all ranks that wait for a free slot. */
+/* Ends the exchange on this rank. Marks this rank's own slot as finished. In the slot of each
+ * peer, sets `done` to show that this rank no longer uses that peer's slot. Releases the claim
+ * on its own slot, and wakes the threads of all ranks that wait for a free slot. */
 void shared_finish(epic_group *g, int index)
 {
     shared_exchange *x = &g->exchanges[index];

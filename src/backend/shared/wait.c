@@ -74,8 +74,8 @@ static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, in
     futex_sleep(g, word, seen, left < g->slice_ns ? left : g->slice_ns);
 }
 
-/* Returns whether the cores on which the members may run are, taken together, at least as many
- * as the members. All members must have published their cores (group.c). */
+/* Returns whether there is at least one core for each member. Counts only the cores on which
+ * any member may run. All members must have published their cores (group.c). */
 static bool find_core_per_rank(const epic_group *g)
 {
     core_set any = {{0}};

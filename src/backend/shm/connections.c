@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Connects every two ranks of a group, which are processes of one host.
+/* Connects each rank of a group with every other rank. The ranks are processes of one host.
  *
  * Each rank listens on an abstract UNIX address with a random name, and publishes the address
  * and a random secret through the bootstrap. Each rank connects to all lower ranks and accepts
@@ -312,7 +312,7 @@ static epic_result handle_event(connect_state *o, const struct epoll_event *even
     }
 }
 
-/* Writes to `what` [40] which rank this rank waits for. */
+/* Writes to `what` [40] a text with the rank for which this rank waits. */
 static void describe_wait(const connect_state *o, char *what)
 {
     int r = 0;

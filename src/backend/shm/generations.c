@@ -29,14 +29,14 @@
 /* A message of epic_regroup, in the form in which it is sent over a connection. */
 typedef struct frame {
     uint64_t magic;
-    /* generation to whose memory the descriptor of this message belongs; 0: no descriptor */
+    /* the descriptor of this message is for the memory of this generation; 0: no descriptor */
     uint64_t group_id;
     unsigned char message[REGROUP_MESSAGE_BYTES];
 } frame;
 
 #define FRAME_BYTES(bytes) (offsetof(frame, message) + (bytes))
 
-/* A descriptor of the memory of a generation, which this rank has created or received. */
+/* A descriptor that this rank has created or received, for the memory of a generation. */
 typedef struct memory {
     uint64_t group_id; /* 0: this entry is free */
     int fd;
@@ -85,7 +85,7 @@ static void drop_memory(memory *m)
     *m = (memory){0};
 }
 
-/* Stores the descriptor fd of the memory of generation group_id, which rank `from` has sent. If
+/* Stores the descriptor `fd` for the memory of generation group_id. Rank `from` has sent it. If
  * all entries are in use, it replaces the oldest descriptor that this rank does not need. This
  * happens only in a decision with more than MAX_MEMORIES proposals. */
 static void keep_memory(shm_generations *g, uint64_t group_id, int fd, int from)

@@ -69,7 +69,7 @@ static nfds_t list_polls(shm_watch *w, struct pollfd *polls)
     return (nfds_t)(p - polls);
 }
 
-/* Records in the segment which watched ranks' processes have exited. The caller holds the
+/* Records in the segment each watched rank whose process has exited. The caller holds the
  * mutex. */
 static void report_ends(const shm_watch *w)
 {

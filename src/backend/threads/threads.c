@@ -179,9 +179,9 @@ static epic_result check_all_joined(const thread_group *h)
                      num_seen, h->layout.num_ranks);
 }
 
-/* Returns whether the rank on a seat (rank number) has closed its context, in whatever
- * generation. The mailbox has this flag, because a rank that never enters a generation cannot
- * set a flag in that generation's segment. */
+/* Returns whether the rank on a seat (rank number) has closed its context, in any generation.
+ * The mailbox has this flag, because a rank that never enters a generation cannot set a flag in
+ * that generation's segment. */
 static bool threads_is_gone(epic_group *group, int seat)
 {
     const thread_seat *own = group->backend_data;
@@ -219,8 +219,8 @@ static void threads_leave(epic_group *group)
     const seat_set members = group->members;
     shared_group_close(group);
     if (seat->prepared) {
-        /* Other members may enter the prepared generation, and must find in its segment, too,
-         * that this rank has closed. */
+        /* Other members may enter the prepared generation, so its segment too must show that
+         * this rank has closed. */
         shared_group_enter(group, seat->prepared->segment, &members);
         shared_group_close(group);
         leave_thread_group(seat->prepared);
