@@ -16,7 +16,7 @@
  * that arrive for this rank's tokens. A worker waits for nothing until it has sent all its
  * partial sums, so ranks cannot wait for each other in a circle. One warp of the last CTA (the
  * CTA with the highest blockIdx) announces the operation, and the control warp (last warp) of
- * that CTA ends it.
+ * that CTA ends the operation.
  *
  * lowlat/sum.cuh has the units of work for aligned rows whose partial sums are added in the
  * order of ranks. For unaligned rows and for sums in tree order, this kernel uses the units of
@@ -24,24 +24,25 @@
 /* Makes waits poll longer before they sleep, for lower latency. Must be defined before the
  * first #include, because wait.cuh reads it. */
 #define LOW_LATENCY 1
-/* Workers (warps that move rows) per CTA. A CTA has 16 warps with the control warp, four per
- * scheduler of the SM, which leaves 128 registers per thread. */
+/* Number of workers (warps that move rows) per CTA. With the control warp, a CTA has 16 warps,
+ * four per scheduler of the SM. This leaves 128 registers per thread. */
 #define LOWLAT_WORKERS 15
 
 #include "cuda/common/launch.cuh"
 #include "cuda/lowlat/sum.cuh"
 
-/* Divides the units among the workers. A unit is one piece of a token's row. If the token is a
- * peer's, the worker sends this rank's partial sum. If the token is this rank's ("own"), the
+/* Divides the units among the workers. A unit is one piece of a token's row. For a token of a
+ * peer, the worker sends this rank's partial sum. For a token of this rank (an *own unit*), the
  * worker adds the partial sums of all ranks. To balance the work, the first units of peers'
  * tokens go to the first workers, and the first own units go to the last workers. The argument
- * `own` of a function is true for own units, and false for units of peers' tokens. Each of the
- * two kinds has its own numbers u, from 0 on. */
+ * `own` of a function is true for own units, and false for units of peers' tokens. Own units
+ * have the indices u = 0, 1, .... Units of peers' tokens are numbered separately, also from 0
+ * on. */
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;
-    /* Index of this worker. It is computed with a shuffle, so that the compiler sees that it is
-     * equal in all lanes. */
+    /* Index of this worker. The shuffle shows the compiler that the index is equal in all
+     * lanes. */
     const int worker;
 
     __device__ __forceinline__ explicit CombineUnits(const CombineState &combine)
@@ -49,7 +50,7 @@ struct CombineUnits {
           worker(all_ctas.worker_index_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
     {
     }
-    /* Returns unit u; its members `slot` and `ranks` are not set yet (-1). */
+    /* Returns unit u. Its members `slot` and `ranks` are -1; the caller sets them. */
     __device__ __forceinline__ Unit unit_at(int u, bool own) const
     {
         const uint32_t pieces = c.shape.pieces, senders = c.job.self.num_ranks - 1;
@@ -61,7 +62,7 @@ struct CombineUnits {
         return unit;
     }
     /* Returns the index of this worker's first unit. The last worker of each CTA also checks
-     * the plan, so these workers are the last ones that get an own unit. */
+     * the plan, so the first own units go to all other workers. */
     __device__ __forceinline__ int first_index(bool own) const
     {
         const int back = all_ctas.num_workers() - 1 - worker;
@@ -69,10 +70,9 @@ struct CombineUnits {
         return back >= all_ctas.ctas ? back - all_ctas.ctas
                                      : back + all_ctas.num_workers() - all_ctas.ctas;
     }
-    /* Returns unit u. `slot` is, in each lane, one of the token's slots on this rank, or -1. In
+    /* Returns unit u. In each lane, `slot` is one of the token's slots on this rank, or -1. In
      * an own unit, `ranks` is, in lane k, the rank of the expert of choice k (one of the
-     * token's top_k experts). Returns an empty unit if u >= end; `end` is the number of
-     * units. */
+     * token's top_k experts). `end`: number of units. If u >= end, returns an empty unit. */
     __device__ __forceinline__ Unit read_unit(int u, bool own, int end) const
     {
         if (u >= end) return {};
@@ -82,10 +82,10 @@ struct CombineUnits {
         if (own) unit.ranks = rank_of_choice(c, unit.token, 0);
         return unit;
     }
-    /* Returns this worker's first unit. This is called before the plan's header has been
-     * checked, so the peers' numbers of tokens are not known yet. is_likely becomes true if
-     * this rank has a token with the same index: the unit then probably exists, because ranks
-     * usually have equally many tokens. */
+    /* Returns this worker's first unit. It may turn out later that this unit does not exist,
+     * because the plan's header has not been checked yet, so the peers' numbers of tokens are
+     * not known. is_likely becomes true if this rank has a token with the index of the unit's
+     * token. The unit then probably exists, because ranks usually have equally many tokens. */
     __device__ __forceinline__ Unit read_first(bool own, bool &is_likely) const
     {
         const p2p_combine_job &job = c.job;
@@ -102,10 +102,10 @@ struct CombineUnits {
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    /* Calls do_unit(unit, is_first) for each own unit of this worker, or for each of its units
-     * of peers' tokens (`own` is false). If do_unit() returns false, stops and returns false.
-     * If `is_loaded` is true, the caller has already read the first unit into first_unit, and
-     * is_first is true in the call for this unit; in all other calls is_first is false. */
+    /* Calls do_unit(unit, is_first) for each unit of this worker: for its own units if `own` is
+     * true, otherwise for its units of peers' tokens. If do_unit() returns false, stops and
+     * returns false. `is_loaded`: true if the caller has already read the first unit into
+     * first_unit. is_first is true only in the call for a unit that the caller has read. */
     template <class Do>
     __device__ __forceinline__ bool for_each_unit(bool own, Unit first_unit, bool is_loaded,
                                                   Do do_unit) const
@@ -126,22 +126,23 @@ struct CombineUnits {
     }
 };
 
-/* the unit whose rows Worker::rows contains: none, Worker::sent or Worker::own */
+/* Values of Worker::loaded. They mean, in this order: Worker::rows contains no rows, the rows
+ * of the unit Worker::sent, or the rows of the unit Worker::own. */
 enum { NOTHING_LOADED, SENT_LOADED, OWN_LOADED };
 
 /* The work of one worker. The template argument Sums (QuickSums or PlainSums) loads and adds
- * rows. To save time, the worker loads its first units, and the rows of one of them, before the
- * plan's header has been checked. It sends and stores nothing before that check. */
+ * rows. To save time, the worker loads its first units, and the rows of one of these units,
+ * before the plan's header has been checked. It sends and stores nothing before that check. */
 template <class Sums> struct Worker {
-    /* sent: this worker's first unit of a peer's token, which it sends. own: its first own
-     * unit. */
+    /* sent: the first unit of a peer's token that this worker sends. own: the first unit of a
+     * token of this rank for which this worker adds partial sums. */
     Unit sent = {}, own = {};
     SlotRows rows;
     int loaded = NOTHING_LOADED;
     bool is_ahead = false; /* true: read_ahead() has set `sent` and `own` */
 
-    /* Looks up this worker's first two units, and loads the rows of one of them. Called before
-     * the first barrier of the CTA, while another warp checks the plan's header. */
+    /* Sets `sent` and `own`, and loads the rows of one of these units. Called before the first
+     * barrier of the CTA, while another warp checks the plan's header. */
     __device__ __forceinline__ void read_ahead(const CombineUnits &units)
     {
         bool sends, adds;
@@ -157,8 +158,8 @@ template <class Sums> struct Worker {
         loaded = sends ? SENT_LOADED : OWN_LOADED;
         Sums::load_rows(units.c, rows, unit);
     }
-    /* Sends the partial sums of peers' tokens, then adds those of this rank's tokens. Returns
-     * false if the group has failed. */
+    /* Sends this rank's partial sums for peers' tokens, then adds the partial sums for tokens
+     * of this rank. Returns false if the group has failed. */
     __device__ __forceinline__ bool run_units(const CombineUnits &units)
     {
         const CombineState &c = units.c;
@@ -178,7 +179,7 @@ template <class Sums> struct Worker {
  * consists of whole pieces. AT_ONCE: number of partial sums that a warp polls together. */
 template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     typedef ROW_ ROW;
-    static constexpr int V = 1; /* 16-byte vectors per lane and piece */
+    static constexpr int V = 1; /* number of 16-byte vectors per lane of a piece */
     static constexpr bool PLAIN = false;
 
     static __device__ __forceinline__ void load_rows(const CombineState &c, SlotRows &rows,
@@ -230,7 +231,7 @@ static __device__ __noinline__ void clear_outputs(const p2p_combine_job &job, in
 }
 
 /* Called by all threads of all CTAs if a rank's receive buffer has too few rows. The CTA that
- * calls it last reports the rank and zeroes all outputs. */
+ * calls it last reports that rank and zeroes all outputs. */
 static __device__ __noinline__ void
 clear_after_overflow(const p2p_combine_job &job, OpState &op, const device_plan_header &h)
 {
@@ -254,7 +255,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     __shared__ OpState op;
     __shared__ PlanView plan;
     __shared__ Stride unused; /* required by CombineState, but not used by this kernel */
-    /* false if a rank's receive buffer has fewer rows than the plan has slots on that rank */
+    /* true if every rank's receive buffer has enough rows for the plan's slots on that rank */
     __shared__ bool enough;
     const p2p_self &self = job.self;
     prefetch_params(job);
@@ -315,7 +316,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 
 typedef void (*Kernel)(p2p_combine_job);
 
-/* Properties of a job, which decide which instance of the kernel template is launched. */
+/* Properties of a job. They select the instance of the kernel template that is launched. */
 struct Kind {
     /* plain: PlainSums is needed. exact: a row consists of whole pieces. two_ranks: the group
      * has at most two ranks. */

@@ -4,11 +4,12 @@
  *
  *   tokens  [num_tokens, row_bytes]   rows, which need not be aligned; a piece has V * 16 bytes
  *                                     per lane
- *   recv    [recv_rows, row_bytes]    the rows of all slots of the plan; padding is zeros
+ *   recv    [recv_rows, row_bytes]    one row for each slot of the plan
  *
- * The file lowlat/dispatch.cuh has the kernel of dispatch, and PlainRows below defines how it
- * moves plain rows. lowlat_plan_kernel makes a plan in the same way as that kernel, but moves
- * no rows. A CTA has one control warp, its last warp; the others are workers:
+ * The file lowlat/dispatch.cuh has the kernel of dispatch, and PlainRows below defines how this
+ * kernel moves plain rows. lowlat_plan_kernel makes a plan in the same way as the kernel of
+ * dispatch, but moves no rows. A CTA of lowlat_plan_kernel has one control warp, its last warp.
+ * The other warps are workers:
  *
  *   control warps   send the expert ids, announce the operation, write the plan's header and
  *                   slabs, end the operation
@@ -18,10 +19,10 @@
 #include "cuda/lowlat/dispatch.cuh"
 #include "cuda/plan/store_records.cuh"
 
-/* Only in backend `hosts`: posts one put of a token's row to each rank of `peers` (bit mask) on
- * another host. A row has several pieces, which different warps may store to the outbox. Each
- * of these warps calls this function after each piece. Only the call after the last missing
- * piece posts the puts. */
+/* Only in backend `hosts`: sends a token's row to each rank in the bit mask `peers` that is on
+ * another host, with one put (a copy by the net) per rank. Different warps may store the pieces
+ * of the row to the outbox. A warp calls this function after each piece. Only the call after
+ * the last missing piece posts the puts. */
 __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token,
                                               uint32_t peers)
 {
@@ -39,15 +40,15 @@ __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token
  * functions for packed rows:
  *   shape_of            returns the shape of the rows that are sent
  *   describe_rows       sets the members of m that only packed rows need (PackedMove)
- *   own_pieces          returns the number of pieces of a row of this rank
+ *   own_pieces          returns the number of pieces of the row of a token of this rank
  *   load_piece          loads a piece of a token of this rank
  *   send_to_peers       stores the piece to the staging of each rank in `peers`
- *   receive_from_peer   waits for a piece of a peer's token; on entry, q has the words that had
- *                       already arrived, and poison in place of the others
+ *   receive_from_peer   waits for a piece of a peer's token; the caller has already loaded the
+ *                       piece into q, where words that had not arrived are poison
  *   fill_slots_of       stores a piece to the token's slots (each lane passes one slot, or -1)
  *   pad_slot            writes zeros to a piece of a padding slot
- *   clear_rows          zeroes all slots from `first` on, and their weights; each of `threads`
- *                       threads calls it with its own index `thread` */
+ *   clear_rows          zeroes the rows and weights of all slots from `first` on; each of
+ *                       `threads` threads calls it with its own index `thread` */
 template <bool WHOLE> struct PlainRows {
     static constexpr bool EXACT = WHOLE;
 
@@ -122,8 +123,8 @@ extern "C" cudaError_t p2p_launch_lowlat_dispatch(const p2p_dispatch_job *job, i
 }
 
 /* Copies the plan from the tables to the caller's memory. Control warps copy the header and the
- * tables of slabs (the slots of one expert); workers copy the records. Called by all warps of
- * the CTAs that made the plan. */
+ * tables of slabs (a slab is the slots of one expert). Workers copy the records (lists of a
+ * token's slots). Called by all warps of the CTAs that made the plan. */
 static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas)
 {
@@ -140,8 +141,8 @@ static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job 
 }
 
 /* Only for mixed plans (lowlat/plan.cuh): receives the record (list of slots) of each token
- * that has slots on this rank, and copies it to the plan. Called by all warps of the CTAs that
- * made the plan. */
+ * that has slots on this rank, and copies the record to the plan. Called by all warps of the
+ * CTAs that made the plan. */
 static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables,
                                                         const p2p_plan_job &job,
                                                         const OpState &op,
@@ -157,8 +158,8 @@ static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables
 }
 
 /* The kernel of the operation "plan" for few tokens. Each planning CTA computes the whole plan.
- * If the grid has several CTAs, the last CTA is not a planning CTA. The last CTA announces and
- * ends the operation and, in backend `hosts`, polls the net inbox. */
+ * If the grid has several CTAs, all CTAs except the last are planning CTAs. The last CTA
+ * announces and ends the operation and, in backend `hosts`, polls the net inbox. */
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_plan_kernel(const __grid_constant__ p2p_plan_job job)
 {

@@ -5,7 +5,7 @@
  *   tokens  [num_tokens, row_bytes] of this rank -> slots on the ranks of their experts
  *   weights [num_tokens, top_k] of this rank     -> slot_weights of those slots
  *
- * A CTA has one control warp, its last warp; the others are workers. A unit of work is one
+ * A CTA has one control warp, its last warp. The other warps are workers. A unit of work is one
  * piece of a token's row. The template argument Rows defines how pieces are moved: PlainRows
  * (lowlat/dispatch.cu) or PackedRows (lowlat/dispatch_packed.cu).
  *
@@ -28,9 +28,9 @@
  * tokens, this kernel makes a *mixed plan*: it uses the general planner (plan/planner.cuh)
  * instead.
  *
- * If this rank has many tokens, some of its last CTAs only send (num_send_only_ctas_of). With
- * WITH_PLAN and more than one CTA, the last CTA does not receive, because it announces the
- * operation. */
+ * If this rank has many tokens, some CTAs at the end of the grid only send rows
+ * (num_send_only_ctas_of()). With WITH_PLAN and more than one CTA, the last CTA does not
+ * receive, because it announces the operation. */
 #ifndef EPIC_LOWLAT_DISPATCH_CUH
 #define EPIC_LOWLAT_DISPATCH_CUH
 
@@ -38,8 +38,9 @@
 
 /* ---------------------------------------------------------- padding and the whole plan ---- */
 
-/* Zeroes this rank's padding (the slots without a token at the end of each slab), if the caller
- * needs zeros there. Called by all workers of receiving CTAs. */
+/* Zeroes this rank's padding: the slots without a token at the end of each slab (the slots of
+ * one expert). Does nothing if the caller does not need zeros there. Called by all workers of
+ * receiving CTAs. */
 template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove &m)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -61,8 +62,8 @@ template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove
     }
 }
 
-/* Returns the table `fate` of a plan in memory: for each choice of this rank's tokens, its slot
- * or a negative EPIC_FATE_*. */
+/* Returns the table `fate` of a plan in memory. It has an element for each choice of this
+ * rank's tokens: the choice's slot, or a negative EPIC_FATE_* if the choice has no slot. */
 __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p2p_self &self)
 {
     const device_plan_header &h = plan.header;
@@ -84,8 +85,8 @@ __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank
     return read_record(m, rank, token, 0, keep, word, slot, more);
 }
 
-/* Only for mixed plans: receives the weights and records of this worker's tokens. Returns false
- * if the group has failed. */
+/* Only for mixed plans: receives the weights and records of the tokens that this worker
+ * handles. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
@@ -102,8 +103,8 @@ __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
     return true;
 }
 
-/* Only for mixed plans: receives this worker's pieces of rows, and stores them to the receive
- * buffer. Returns false if the group has failed. */
+/* Only for mixed plans: receives the pieces of rows that this worker handles, and stores the
+ * pieces to the receive buffer. Returns false if the group has failed. */
 template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const LowlatMove &m)
 {
     for (int u = m.receivers.worker_index(); u < num_units<Rows>(m);
@@ -125,8 +126,8 @@ template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const L
 }
 
 /* Makes a mixed plan with the general planner, then receives all rows and weights. `memory`:
- * dynamic shared memory for the planner. Called by all threads of the receiving CTAs. The
- * function is not inlined, and m is passed by value. If m were passed by reference, the
+ * dynamic shared memory that the planner may use. Called by all threads of the receiving CTAs.
+ * The function is not inlined, and m is passed by value. If m were passed by reference, the
  * compiler would keep m in memory on all paths of the kernel. */
 template <class Rows>
 static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &op,
@@ -181,18 +182,17 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 /* static shared memory of a CTA; the arrays of `tables` are in dynamic shared memory */
 struct LowlatShared {
     OpState op;
-    /* Without WITH_PLAN: the plan that the kernel reads. With WITH_PLAN: only the alignment and
-     * the pointers to tables that the kernel writes are set. */
+    /* Without WITH_PLAN: the plan that the kernel reads. With WITH_PLAN, only its members
+     * `records`, `padding` and `header.alignment` are set. */
     PlanView plan;
     LowlatPlan tables; /* with WITH_PLAN: the plan that the kernel makes */
     Stride unused;     /* required by the base class RowMove, but never read by these kernels */
-    /* false if a rank's receive buffer has fewer rows than the plan has slots on that rank */
+    /* true if every rank's receive buffer has enough rows for the plan's slots on that rank */
     bool has_all_rows;
 };
 
-/* The words that a warp loads first. `start`, the state of the group, is loaded by control
- * warps. `header`, the plan's header, is loaded by the last worker of each CTA, without
- * WITH_PLAN. */
+/* The words that a warp loads first. Control warps load `start`, the state of the group.
+ * Without WITH_PLAN, the last worker of each CTA loads `header`, the plan's header. */
 template <bool WITH_PLAN> struct Opening {
     StartState start;
     LoadedHeader header;
@@ -211,8 +211,8 @@ template <bool WITH_PLAN> struct Opening {
     }
 };
 
-/* The first piece and the first words (weights and record) that a worker receives. They are
- * loaded early so that the first wait is short. */
+/* The first piece and the first words (weights and record) that a worker receives. The worker
+ * loads them early, so that its first wait is short. */
 struct FirstUnits {
     PendingPiece piece;
     PendingWords words;
@@ -225,10 +225,10 @@ __device__ __forceinline__ bool is_receiving_worker(const LowlatMove &m)
 }
 
 /* Returns whether this warp may still send data after phase 2 (see lowlat_dispatch_kernel()
- * below). With a new plan, this is true for the control warps of receiving CTAs: they call
- * end_header(), which can send a wrong expert id to all ranks. Such a warp calls
- * count_posted_warp() after phase 3, because that call must follow its last put. All other
- * warps call it at the end of phase 2. */
+ * below). With WITH_PLAN, this is true for the control warps of receiving CTAs, because they
+ * call end_header(), which can report an invalid expert id to all ranks. These warps call
+ * count_posted_warp() after phase 3, because a warp must call it after its last put. All other
+ * warps call count_posted_warp() at the end of phase 2. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool reports_data_errors(const LowlatMove &m)
 {
@@ -257,9 +257,9 @@ __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
 }
 
 /* Phase 1 of a control warp: initializes op, the state of the operation. With WITH_PLAN, also
- * sends the warp's share of the expert ids, and this rank's sizes. Returns false if this rank
- * must not send because the group has failed, for example because the net has not read the
- * outbox in time. */
+ * sends the warp's share of the expert ids, and this rank's sizes (tokens, capacity, rows).
+ * Returns false if this rank must not send because the group has failed, for example because
+ * the net has not read the outbox in time. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared &s,
                                                const StartState &start, IdSender &ids,
@@ -336,8 +336,8 @@ __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatSh
 }
 
 /* Phase 2: workers send this rank's rows, and control warps send its weights. This phase waits
- * for no other rank. is_valid: false if the kernel reads a plan that is invalid; nothing is
- * then sent. */
+ * for no other rank. `is_valid`: false if the kernel reads a plan and this plan is invalid. In
+ * this case nothing is sent. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &weights,
                                           PieceSender<Rows> &sender, bool is_valid)
@@ -351,8 +351,8 @@ __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &wei
     if (!reports_data_errors<WITH_PLAN>(m)) count_posted_warp(m.job.plan.self);
 }
 
-/* End of phase 2: starts to load the first words and the first piece that the worker receives.
- * If phase 1 has already loaded this piece, loads only the words. */
+/* End of phase 2: starts to load the first words (weights and record) and the first piece that
+ * the worker receives. If phase 1 has already loaded this piece, loads only the words. */
 template <class Rows>
 __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits &first)
 {
@@ -364,8 +364,8 @@ __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits
 }
 
 /* Phase 3, only with WITH_PLAN: every receiving CTA makes the whole plan in shared memory. In
- * backend `hosts`, the last CTA instead polls the net inbox for the other CTAs. Returns false
- * if the group has failed. */
+ * backend `hosts`, the last CTA makes no plan, but polls the net inbox for the other CTAs.
+ * Returns false if the group has failed. */
 __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
 {
     bool ok = true;
@@ -377,7 +377,7 @@ __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
 }
 
 /* Phase 4: receives rows and weights into the caller's buffers, zeroes the padding, and ends
- * the operation. is_valid: as in send_rows(). `ok`: false if the group has already failed. */
+ * the operation. `is_valid`: as in send_rows(). `ok`: false if the group has already failed. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &s,
                                              const StartState &start, FirstUnits &first,
@@ -427,8 +427,8 @@ __device__ __forceinline__ void receive_mixed_and_end(const LowlatMove &m, Lowla
  *   2. Send. Workers send all their pieces. Control warps send weights.
  *   3. Plan. With WITH_PLAN, receiving CTAs make the plan.
  *   4. Receive. Workers receive words (weights and records), then pieces, and zero the padding.
- *      The control warp of the last CTA ends the operation. If nothing may be stored, or a rank
- *      has too few rows, the CTAs zero the whole receive buffer. */
+ *      The control warp of the last CTA ends the operation. If the plan has an error, or the
+ *      receive buffer of a rank has too few rows, the CTAs zero the whole receive buffer. */
 template <class Rows, bool WITH_PLAN>
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)

@@ -6,11 +6,12 @@
  *   tokens  [num_tokens, token_bytes], scales [num_tokens, scale_bytes]; may be unaligned
  *   recv    [recv_rows, row_bytes], recv_scales [recv_rows, scale_bytes]
  *
- * lowlat/dispatch.cuh has the work of each warp, and lowlat/lowlat.cuh the memory order. */
+ * lowlat/dispatch.cuh explains the work of each warp, and lowlat/lowlat.cuh the memory
+ * order. */
 #include "cuda/lowlat/dispatch.cuh"
 
 /* Moves packed rows for lowlat_dispatch_kernel(). The comment of PlainRows (lowlat/dispatch.cu)
- * explains each function. The template argument OwnPiece packs the rows of this rank:
+ * explains each function. The template argument OwnPiece packs the rows of this rank's tokens:
  * JoinedPiece copies rows and scales, and QuantizedPiece quantizes rows. */
 template <class OwnPiece> struct PackedRows {
     static constexpr bool EXACT = false;

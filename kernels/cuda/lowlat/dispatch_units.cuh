@@ -7,17 +7,16 @@
  *   receive_all     workers        receive pieces from staging, store them to slots
  *   receive_words   workers        receive weights and, with a new plan, store records
  *
- * A piece is 2 KB of a token's row. A CTA has one control warp, its last warp; the others are
- * workers. A worker loads what it needs for its next piece before it waits for the current one.
- * A *choice* is a token and one of its top_k experts.
+ * A piece is 2 KB of a token's row. A CTA has one control warp, its last warp. The other warps
+ * are workers. A worker loads its next piece before it waits for the current piece. A *choice*
+ * is a token and one of its top_k experts.
  *
- * A rank numbers the other ranks by distance: its source 0 is the next higher rank, source 1
- * the one after it, and so on, modulo num_ranks. In the heap of a rank, the array for weights
- * has one part for each source.
+ * The *sources* of a rank are the other ranks: source n of rank r is rank r + 1 + n, modulo
+ * num_ranks. In the heap of a rank, the array for weights has one part for each source.
  *
- * Staging is the part of a rank's heap into which peers store rows. A word of a piece or a
- * weight there is poison (the mark of a word that has not arrived) until its sender has stored
- * it. The receiving warp polls the word until it is not poison, and then stores poison back. So
+ * Staging is the part of a rank's heap into which peers store rows. Each word of a piece or
+ * weight is poison (the mark of a word that has not arrived) until its sender has stored it.
+ * The receiving warp polls the word until it is not poison, and then stores poison back. So
  * each word is its own flag, and no memory order is needed. */
 #ifndef EPIC_LOWLAT_DISPATCH_UNITS_CUH
 #define EPIC_LOWLAT_DISPATCH_UNITS_CUH
@@ -37,10 +36,11 @@ struct LowlatMove : PackedMove {
     const LowlatPlan *tables; /* with has_new_plan: the tables of the plan, in shared memory */
     /* with has_new_plan: the plan's epic_result */
     uint32_t result;
-    /* without has_new_plan: for each choice of this rank, its slot or a negative fate */
+    /* without has_new_plan: for each choice of this rank's tokens, its slot or a negative
+     * EPIC_FATE_* */
     const int32_t *fates;
-    /* true: received rows must not be stored, because the plan has an error or a rank's buffer
-     * has too few rows */
+    /* true: received rows must not be stored, because the plan has an error or a rank's receive
+     * buffer has too few rows */
     bool discards;
     /* true: the plan is mixed (lowlat/plan.cuh), so slots come from the records that ranks
      * send */
@@ -55,9 +55,9 @@ struct LowlatMove : PackedMove {
     }
 };
 
-/* Piece `piece` of the row of `token`, a token of `rank`, which a warp is receiving. The warp
- * first loads all vectors of the piece. Later it waits for those words that had not arrived
- * when they were loaded. */
+/* A piece that a warp is receiving: piece `piece` of the row of `token`, a token of `rank`. The
+ * warp first loads all vectors of the piece. Later it waits for those words that had not
+ * arrived when it loaded them. */
 struct PendingPiece {
     int32_t token, piece;
     int rank;
@@ -67,26 +67,27 @@ struct PendingPiece {
     uint4 q[V];
 };
 
-/* The weights and the record (list of slots on this rank) of `token`, a token of `rank`, which
- * a warp is receiving. In this file, the weights and the record of a token are called the
- * *words* of the token. */
+/* The *words* of a token that a warp is receiving: the weights and the record of `token`, a
+ * token of `rank`. A record lists the slots that the token has on the calling rank. */
 struct PendingWords {
     int32_t token;
     int rank;
     /* this lane's word of the token's record (a slot or -1); used only without has_new_plan */
     uint64_t record_word;
-    /* The slot of this lane's choice (choice lane_id()). It is -1 unless the kernel reads a
-     * plan, the token is a token of this rank, and the choice's expert is on this rank. */
+    /* The slot of choice lane_id(). Set only if the kernel reads a plan, the token is a token
+     * of the calling rank, and the choice's expert is on the calling rank. Otherwise -1. */
     int32_t own_slot;
     /* For a token of this rank: the weight of this lane's choice. For a token of a peer: lane n
-     * has the weight of the token's n-th slot on this rank, or poison if it has not arrived. */
+     * has the weight of the token's n-th slot on this rank, or poison if the weight has not
+     * arrived. */
     uint32_t weight;
 };
 
-/* Returns a value that shows where choice k of `token`, a token of this rank, goes. With
- * has_new_plan, this is the caller's expert id; otherwise it is the rank in the plan's table
- * rank_of. The function is called before the plan's header has been checked. If the plan then
- * turns out to be invalid, the caller must not use the value. */
+/* Returns a value that choice_goes_to() needs to find the rank of the expert of choice k of
+ * `token`, a token of this rank. With has_new_plan, the value is the expert id from the caller.
+ * Without it, the value is the rank from the plan's table rank_of. The function is called
+ * before the plan's header has been checked. If the plan then turns out to be invalid, the
+ * caller must not use the value. */
 __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32_t token, int k)
 {
     const p2p_dispatch_job &job = m.job;
@@ -98,17 +99,17 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
 
 /* ----------------------------------------------------------------------------- sending ---- */
 
-/* Sends one worker's share of the pieces of this rank's tokens. A unit of work is one piece;
- * unit token * own_pieces + piece is piece `piece` of token `token`. Before the first barrier
- * of the CTA, while the control warp initializes the operation, the sender only loads its first
- * piece and finds the peers that need it. */
+/* Sends one worker's share of the pieces of this rank's tokens. A unit of work is one piece.
+ * Piece `piece` of token `token` is the unit with the index token * own_pieces + piece. Before
+ * the first barrier of the CTA, while the control warp initializes the operation, the sender
+ * only loads its first piece and finds the peers that need this piece. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
-    /* unit: the unit whose piece is in q; no piece is left if unit >= end. end: the number of
-     * units of all workers. */
+    /* unit: index of the unit whose piece is in q. end: number of units of all workers. If unit
+     * >= end, this worker has no piece left to send. */
     int unit, end;
     int32_t token, piece;
-    /* where this lane's choice of the token goes (read_choice_ahead()) */
+    /* for choice lane_id() of the token: the result of read_choice_ahead() */
     uint64_t word;
     /* bit mask of the peers that need the loaded piece */
     uint32_t peers;
@@ -146,7 +147,7 @@ template <class Rows> struct PieceSender {
     __device__ __forceinline__ void send_all()
     {
         if (unit >= end) return;
-        peers &= ~vacant_seats(m.op); /* these were not known yet when find_peers() ran */
+        peers &= ~vacant_seats(m.op); /* not known when find_peers() ran */
         for (;;) {
             const int32_t sent_token = token, sent_piece = piece;
             uint4 sent[V];
@@ -170,9 +171,9 @@ template <class Rows> struct PieceSender {
 struct WeightSender {
     const LowlatMove &m;
     /* top_k: number of choices per token. choice_bits: log2 of the number of lanes per token.
-     * first_token: the lowest of the tokens that the warp handles now. */
+     * first_token: the first of the tokens that the warp handles now. */
     int32_t top_k, choice_bits, first_token;
-    uint64_t word; /* shows where this lane's choice goes (read_choice_ahead()) */
+    uint64_t word; /* for this lane's choice: the result of read_choice_ahead() */
     /* weight of this lane's choice */
     uint32_t weight;
 
@@ -217,8 +218,9 @@ struct WeightSender {
         const float *weights = m.job.weights + (int64_t)lane_token() * top_k;
         weight = __float_as_uint(__ldg(weights + lane_choice()));
     }
-    /* Sends the weights of the current tokens. Each peer gets only the weights of the choices
-     * that go to it, in ascending order of k and without gaps. */
+    /* Sends the weights of the tokens that the warp handles now. Each peer gets only the
+     * weights of the choices whose experts are on this peer, in ascending order of k and
+     * without gaps. */
     __device__ __forceinline__ void send_current() const
     {
         const p2p_self &self = m.job.plan.self;
@@ -242,10 +244,11 @@ struct WeightSender {
             post_put_weights(rank, floats, __popc(sent_choices));
         }
     }
-    /* Only in backend `hosts`: posts one put per token, which sends the token's weights to
-     * `rank`. `floats`: address of these weights in the outbox. `count`: number of weights that
-     * go to `rank`. If it is odd, poison is appended, because a put copies words of 8 bytes.
-     * Called by all lanes of the warp; the lane of the token's first choice posts the put. */
+    /* Only in backend `hosts`: sends the weights of each token to `rank`, with one put (a copy
+     * by the net) per token. `floats`: address of these weights in the outbox. `count`: number
+     * of weights that go to `rank`. If `count` is odd, poison is appended, because a put copies
+     * words of 8 bytes. Called by all lanes of the warp. The lane of a token's first choice
+     * posts the put. */
     __device__ __forceinline__ void post_put_weights(int rank, uint32_t *floats,
                                                      int count) const
     {
@@ -255,7 +258,7 @@ struct WeightSender {
         __syncwarp();
         if (speaks) post_put(m.op, rank, floats, (uint32_t)(count + 1) / 2 * 8);
     }
-    /* Sends the weights of all tokens of this warp. The plan must be valid. */
+    /* Sends the weights of all tokens that this warp handles. Requires a valid plan. */
     __device__ __forceinline__ void send_weights()
     {
         if (!m.job.weights || !m.receivers.contains_this_cta()) return;
@@ -270,9 +273,9 @@ struct WeightSender {
 
 /* --------------------------------------------------------------------------- receiving ---- */
 
-/* Sets p.rank, p.token and p.piece for received unit number u. A received unit is one piece.
- * The units are numbered in this order: all pieces of this rank's tokens, then all pieces of
- * token 0 of each peer, then of token 1 of each peer, and so on. */
+/* Sets p.rank, p.token and p.piece for received unit u. A received unit is one piece that this
+ * rank receives. The units have this order: all pieces of this rank's tokens, then all pieces
+ * of token 0 of each peer, then all pieces of token 1 of each peer, and so on. */
 template <class Rows>
 __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -304,9 +307,9 @@ __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
 }
 
 /* Returns this lane's word of the record of `token`, a token of `rank`, from the plan in memory
- * (a record is the list of a token's slots on this rank). The function is called before the
- * plan's header has been checked. If the plan then turns out to be invalid, the caller must not
- * use the value. */
+ * (a record lists the slots that the token has on the calling rank). The function is called
+ * before the plan's header has been checked. If the plan then turns out to be invalid, the
+ * caller must not use the value. */
 __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int rank,
                                                       int32_t token)
 {
@@ -319,8 +322,8 @@ __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int r
 
 /* Loads a piece of a peer's token from staging; words that have not arrived are poison.
  * Exception: if this rank itself has no token with this index, all vectors become poison
- * without a load. Ranks usually have equally many tokens, so the peer's token probably does not
- * exist, and the load would be wasted. */
+ * without a load. Ranks usually have equally many tokens, so the peer probably has no such
+ * token, and a load would only cost time. */
 template <class Rows>
 __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p)
 {
@@ -335,8 +338,8 @@ __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p
     }
 }
 
-/* Sets p to received unit u, and loads its piece. If the token is this rank's, loads from the
- * caller's rows, otherwise from staging. Does nothing if there is no unit u. */
+/* Sets p to received unit u, and loads its piece: from the caller's rows if the token is a
+ * token of this rank, otherwise from staging. Does nothing if there is no unit u. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -357,9 +360,9 @@ __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, Pen
         p.record_word = peek_record(m, p.rank, p.token, 0);
 }
 
-/* Loads this lane's words (weight and record word) of token number u into `w`. The tokens are
- * numbered in this order: all tokens of this rank, then token 0 of each peer, then token 1 of
- * each peer, and so on. */
+/* Loads this lane's words (weight and record word) of one token into `w`. u is the index of the
+ * token in this order: all tokens of this rank, then token 0 of each peer, then token 1 of each
+ * peer, and so on. */
 __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWords &w)
 {
     const p2p_self &self = m.job.plan.self;
@@ -380,7 +383,8 @@ __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWo
         w.own_slot = __ldg(m.fates + at);
 }
 
-/* Stores a weight to slot_weights[slot], unless slot is -1 or m.discards is true. */
+/* Stores `word`, a weight, to slot_weights[slot]. Does nothing if `slot` is negative or if
+ * m.discards is true. */
 __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, uint32_t word)
 {
     if (slot >= 0 && slot < m.job.recv_rows && !m.discards)
@@ -388,10 +392,10 @@ __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, 
 }
 
 /* Waits for the weights of the token of `w`, and stores each weight to slot_weights at the
- * index of its slot. If the token is a peer's, afterwards stores poison to staging. `slot`:
- * this lane's slot of the token; -1: the lane has none. `n`: number of lower lanes that have a
- * slot, which is the index of this lane's weight in staging. Returns false if the group has
- * failed. */
+ * index of its slot. If the token is a peer's, then overwrites the received weights with
+ * poison. `slot`: one of the token's slots on this rank, or -1 if this lane has no slot. `n`:
+ * index of this lane's weight among the weights that the peer has sent for the token. Returns
+ * false if the group has failed. */
 __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
                                                 int32_t slot, int n)
 {
@@ -413,9 +417,9 @@ __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const Pendi
     return true;
 }
 
-/* Returns this lane's slot for `token`, a token of `rank`, or -1 if the lane has no slot. With
- * has_new_plan, lane k looks up choice k in the tables. Without it, the slot is `word`, which
- * the caller has loaded from the token's record. */
+/* Returns the slot that this lane handles for `token`, a token of `rank`, or -1 if this lane
+ * has no slot. With has_new_plan, lane k looks up choice k in the tables. Without has_new_plan,
+ * the slot is `word`, which the caller has loaded from the token's record. */
 __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int32_t token,
                                              uint64_t word)
 {
@@ -455,23 +459,24 @@ __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &f
     return true;
 }
 
-/* Returns the number (as in load_words()) of the first token whose words this worker receives.
- * The last worker gets the first token, because the first workers have more pieces to
- * receive. */
+/* Returns the index (in the order of load_words()) of the first token whose words (weights and
+ * record) this worker receives. The last worker gets token 0 of this order, because the first
+ * workers have more pieces to receive. */
 __device__ __forceinline__ int first_words(const LowlatMove &m)
 {
     return m.receivers.num_workers() - 1 - m.receivers.worker_index();
 }
 
-/* Returns the number of tokens, of all ranks, whose words this rank receives. */
+/* Returns an upper bound of the number of tokens of all ranks: this rank's tokens, and
+ * most_tokens tokens of each peer. */
 __device__ __forceinline__ int num_words(const LowlatMove &m)
 {
     return m.job.num_tokens + m.most_tokens * (m.job.plan.self.num_ranks - 1);
 }
 
-/* Receives the words of this worker's tokens: stores their weights and, with has_new_plan,
- * their records. The caller has loaded the words of the first token into `w`. Returns false if
- * the group has failed. */
+/* Receives the words of the tokens that this worker handles: stores their weights and, with
+ * has_new_plan, their records. The caller has loaded the words of the first token into `w`.
+ * Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_words(const LowlatMove &m, PendingWords &w)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Low-latency kernels, for few tokens: the functions that all of them share.
  *
- * These kernels send rows like the general kernels (net/staging.cuh). So one rank can run a
- * low-latency kernel for an operation while a peer with more tokens runs the general one. Only
- * the begin and the end of an operation differ.
+ * Low-latency kernels send rows in the same way as the general kernels (net/staging.cuh). So
+ * one rank can run a low-latency kernel for an operation while a peer with more tokens runs the
+ * general kernel. Only the begin and the end of an operation differ.
  *
  * A CTA has LOWLAT_WORKERS workers, which are warps that move rows, and one control warp, its
  * last warp. To announce an operation, a rank stores its sizes (tokens, capacity, rows) and its
- * signature to every rank. These are stamped words: they contain the epoch, which is the number
- * of the operation. "Last CTA" is the CTA with the highest blockIdx. Work that is done once per
- * CTA or once per operation:
+ * signature (a hash of the arguments) to every rank. Sizes and signature are stamped words:
+ * they contain the epoch, which is the number of the operation. "Last CTA" is the CTA with the
+ * highest blockIdx. Work that is done once per CTA or once per operation:
  *
  *   every CTA   control warp   counts that the CTA has started
  *   last CTA    worker 0       executes a system fence, then announces the operation to every
@@ -29,8 +29,8 @@
 #include "cuda/plan/view.cuh"
 
 #ifndef LOWLAT_WORKERS
-/* Workers (warps that move rows) per CTA. A CTA has 17 warps with the control warp, which
- * leaves 96 registers per thread. */
+/* Number of workers (warps that move rows) per CTA. With the control warp, a CTA has 17 warps.
+ * This leaves 96 registers per thread. */
 #define LOWLAT_WORKERS 16
 #endif
 #define LOWLAT_BLOCK ((LOWLAT_WORKERS + 1) * WARP)
@@ -40,9 +40,9 @@ __device__ __forceinline__ bool is_control_warp()
     return threadIdx.x >= LOWLAT_WORKERS * WARP;
 }
 
-/* A range of CTAs, [first, first + ctas), whose workers share numbered units of work: worker u
- * % num_workers() processes unit u. Workers with consecutive indices are in different CTAs. So
- * if there are few units, they are spread over many SMs. */
+/* A range of CTAs, [first, first + ctas), whose workers share units of work: unit u goes to the
+ * worker with the index u % num_workers(). Workers with consecutive indices are in different
+ * CTAs, so that a small number of units is spread over many SMs. */
 struct CtaRange {
     int first, ctas;
 
@@ -97,16 +97,16 @@ struct StartState {
     /* In lane 0: 1 if another operation of this rank still runs, which is an error
      * (mark_running()). */
     uint32_t overlaps;
-    /* The word `broken`, the failure of the group. In backend `hosts`, this is read from a copy
-     * in device memory. A kernel of this rank that finds a failure in the net inbox
-     * (net/net.cuh) sets the copy. */
+    /* The word `broken`, the failure of the group, or 0. In backend `hosts`, `broken` is a copy
+     * in device memory. If a kernel of this rank finds a failure in the net inbox
+     * (net/net.cuh), it sets the copy. */
     uint64_t broken;
     /* Only in backend `hosts`. epochs: number of operations that this rank has finished. freed:
-     * number of these operations whose data in the outbox the net has read completely. Their
-     * half of the outbox may be overwritten. */
+     * the net has read all data of this many operations from the outbox, so these data may be
+     * overwritten. */
     uint64_t epochs, freed;
-    /* Only in the last CTA of backend `hosts`: the failure word of the net inbox. If it is set,
-     * finish_lowlat() does not count the operation as done. */
+    /* Only in the last CTA of backend `hosts`: the word `broken` of the net inbox. If it is not
+     * 0, finish_lowlat() does not count the operation as done. */
     uint64_t net_broken;
 };
 
@@ -152,18 +152,19 @@ __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpSta
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)rows));
 }
 
-/* Returns whether this warp announces the operation. This is worker 0 of the last CTA.
- * Exception: in backend `hosts`, if the kernel makes a plan (`plans`), it is the control warp
- * of that CTA. The announcing warp must execute a system fence before announce_start(). It does
- * this at the start of the kernel, because a fence takes long. */
+/* Returns whether this warp announces the operation. The announcing warp is worker 0 of the
+ * last CTA. Exception: in backend `hosts`, if the kernel makes a plan (`plans` is true), the
+ * announcing warp is the control warp of the last CTA. The announcing warp must execute a
+ * system fence before announce_start(). It executes the fence at the start of the kernel,
+ * because a fence takes long. */
 __device__ __forceinline__ bool is_announcer(bool plans)
 {
     return is_last_cta() && (HOSTS && plans ? is_control_warp() : threadIdx.x < WARP);
 }
 
 /* Sends the signature, the last word of the announcement, to every rank. Called by the
- * announcing warp after its system fence. Without the fence, a peer could read the signature
- * before it can see the poison that this rank stored in earlier operations. */
+ * announcing warp (is_announcer()) after its system fence. Without the fence, a peer could read
+ * the signature before it can see the poison that this rank stored in earlier operations. */
 __device__ __forceinline__ void announce_start(const p2p_self &self, const OpState &op)
 {
     if (!is_member(self, op, lane_id())) return;
@@ -253,13 +254,13 @@ __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
 }
 
 /* Ends the operation: advances the epoch, so that the next operation can start. Called by the
- * control warp of the last CTA. Before that, it does the following:
+ * control warp of the last CTA. Before the warp advances the epoch, it does the following:
  *
  *   p2p    waits until all peers have announced the operation, and until all CTAs of this rank
  *          have started, because a CTA that starts later would read the new epoch
- *   hosts  waits until all warps of this rank have posted their puts, reports to the proxy
- *          thread that the epoch has no more puts, and waits until all peers have announced
- *          the operation
+ *   hosts  waits until all warps of this rank have posted their puts (copies by the net),
+ *          reports to the proxy thread that the epoch has no more puts, and waits until all
+ *          peers have announced the operation
  *
  * are_copied: true if poll_inbox() has copied the peers' announcements from the net inbox to
  * the heap. */
@@ -287,8 +288,8 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
 }
 
 /* Returns whether every rank's receive buffer has at least as many rows as the plan has slots
- * on that rank. Also returns true if the group has failed, because the caller's other waits
- * report that. Called by the control warp. */
+ * on that rank. Also returns true if the group has failed, because other waits of the caller
+ * report the failure. Called by the control warp. */
 __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpState &op,
                                               const device_plan_header &h)
 {
@@ -311,8 +312,8 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
     return op.last != 0;
 }
 
-/* Called by all threads of all CTAs if a rank's receive buffer has too few rows. Returns true
- * only in the CTA that calls it last. This CTA also reports the rank to the host. */
+/* Called by all threads of all CTAs if the receive buffer of a rank has too few rows. Returns
+ * true only in the CTA that calls it last. This CTA also reports that rank to the host. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_to_end(op, (int)gridDim.x))

@@ -9,9 +9,9 @@
  *                           every peer (stamped words)           (gather_ids)
  *   control warp, last CTA  sizes (stamped words)                control warps (gather_sizes)
  *
- * A CTA has one control warp, its last warp; the others are workers. A stamped word contains
- * the epoch (the number of the operation), and a reader accepts it only in this epoch. So each
- * word is its own flag, and no fence is needed.
+ * A CTA has one control warp, its last warp. The other warps are workers. A stamped word
+ * contains the epoch (the number of the operation), and a reader accepts it only in this epoch.
+ * So each word is its own flag, and no fence is needed.
  *
  * The ranks wait for each other only once: for the ids. The general planner (plan/planner.cuh)
  * must wait twice: first for counts, then for slots.
@@ -37,8 +37,8 @@ struct RawId {
     uint32_t low, high; /* high: upper half of an int64 id; unused for an int32 id */
 };
 
-/* Loads the expert id of choice k of `token`, a token of this rank. Returns -1 if k is not
- * below top_k. */
+/* Loads the expert id of choice k of `token`, a token of this rank. Returns -1 if k >=
+ * top_k. */
 __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, int k)
 {
     const int64_t at = (int64_t)token * job.layer.top_k + k;
@@ -69,8 +69,8 @@ __device__ __forceinline__ uint32_t pack_ids(const p2p_plan_job &job, RawId low,
 }
 
 /* Returns the address in `heap` of the words with the ids of `token`, a token of `rank`. In
- * backend `hosts`, there is no gap between the words of consecutive tokens, so that one put
- * sends the ids of several tokens. */
+ * backend `hosts`, there is no gap between the words of consecutive tokens, so that one put (a
+ * copy by the net) sends the ids of several tokens. */
 __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpState &op,
                                               uint8_t *heap, int rank, int32_t token)
 {
@@ -83,15 +83,16 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
 
 /* Sends the expert ids of this rank's tokens to all peers. Each control warp handles some
  * tokens, several at a time. Each lane sends one word, which contains two ids. The constructor
- * starts to load the first ids when the kernel starts. make_words() encodes them. send_ids()
- * sends all ids; it must be called after op has been initialized. */
+ * starts to load the first ids when the kernel starts. make_words() encodes the ids that the
+ * lane has loaded. send_ids() sends all ids; it must be called after op has been
+ * initialized. */
 struct IdSender {
     const p2p_plan_job &job;
-    /* token_words: number of words per token. word_bits: number of bits of the index of a word
-     * within its token. */
+    /* token_words: number of words per token. word_bits: number of bits that an index below
+     * token_words needs. */
     const int token_words, word_bits;
-    /* token: the token of which this lane sends a word next. token_step: the difference between
-     * two such tokens of a lane. */
+    /* token: the next word that this lane sends has ids of this token. token_step: after a
+     * word, the lane adds this to `token`. */
     int32_t token;
     const int32_t token_step;
     RawId low, high; /* the two ids of this lane's word, before they are encoded */
@@ -99,7 +100,7 @@ struct IdSender {
     uint32_t id_pair;
 
     /* Starts to load the first ids. planning_ctas: the CTAs whose control warps send ids.
-     * sends: false if the kernel makes no plan, so that there are no ids to send. */
+     * `sends`: false if the kernel makes no plan and therefore sends no ids. */
     __device__ __forceinline__ IdSender(const p2p_plan_job &plan, const CtaRange &planning_ctas,
                                         bool sends)
         : job(plan), token_words(2 * id_lanes_of(plan.layer)), word_bits(bits_of(token_words)),
@@ -126,8 +127,9 @@ struct IdSender {
     {
         if (token < job.num_tokens) id_pair = pack_ids(job, low, high);
     }
-    /* Only in backend `hosts`: sends the ids of this warp's tokens to all peers by puts. All
-     * lanes run the same number of iterations, because one put sends the words of all lanes. */
+    /* Only in backend `hosts`: sends the ids of this warp's tokens to all peers by puts (copies
+     * by the net). All lanes run the same number of iterations, because one put sends the words
+     * of all lanes. */
     __device__ __forceinline__ void put_ids(const OpState &op)
     {
         const p2p_self &self = job.self;
@@ -166,8 +168,9 @@ struct IdSender {
 
 /* Marks in the mask of expert e (plan_tables.cuh) that `token`, a token of `rank`, has chosen
  * this expert in choice k. `e`: the encoded expert id. If e is LOWLAT_INVALID_ID, the choice is
- * wrong: bad_choice[rank] becomes its index, unless it is already a lower index. Returns true
- * if the token was already marked, because another of its choices has the same expert. */
+ * wrong, and bad_choice[rank] becomes the lower of its old value and the choice's index.
+ * Returns true if the token was already marked, because another of its choices has the same
+ * expert. */
 __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_t token, int k,
                                             uint32_t e)
 {
@@ -278,7 +281,7 @@ static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job
 {
     const int experts = tables.num_experts, ranks = job.self.num_ranks;
     const int e = (int)threadIdx.x, warp = e / WARP;
-    /* warps without experts skip the work, so that they do not delay the others */
+    /* warps without experts skip the work, so that they do not delay other warps */
     const bool has_experts = warp * WARP < experts;
     int32_t rows = 0, upto = 0;
     if (e < experts) {
@@ -329,11 +332,11 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
            tables.slots_before(job, job.self.rank);
 }
 
-/* Checks whether the plan can be used. It cannot if an expert id is invalid, if a seat is
- * vacant (some experts would be on this seat), or if a rank needs more slots than its capacity.
- * If the operation also moves rows (`moves`), the plan cannot be used either if a rank needs
- * more slots than its receive buffer has rows. The result is equal on all ranks. Called by one
- * warp. */
+/* Checks the plan. It has an error if an expert id is invalid, if a seat (rank number) is
+ * vacant, because this seat would have experts, or if a rank needs more slots than its
+ * capacity. `moves`: true if the operation also moves rows. In this case, short_of_rows becomes
+ * true if a valid plan needs more slots on a rank than the rank's receive buffer has rows. The
+ * result is equal on all ranks. Called by one warp. */
 static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_job &job,
                                        const OpState &op, bool moves)
 {
@@ -353,10 +356,10 @@ static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_
             !any_bad && !any_over};
 }
 
-/* Finds duplicates, which are choices whose expert the token has already chosen. With
- * EPIC_DISTINCT, a duplicate is an error. bad_choice[rank] becomes the lowest index of a
- * duplicate or invalid choice of the rank. It is computed by atomicMin, so it does not depend
- * on the order of threads. Called by all threads of the CTA. */
+/* Finds duplicates. A choice is a duplicate if an earlier choice of its token has the same
+ * expert. With EPIC_DISTINCT, a duplicate is an error. For each rank, bad_choice[rank] becomes
+ * the lowest index of a duplicate or invalid choice. This index is computed by atomicMin, so it
+ * does not depend on the order of threads. Called by all threads of the CTA. */
 static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int ranks)
 {
     const int each = tables.id_lanes * P2P_LOWLAT_LANE_IDS;
@@ -398,9 +401,9 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
 
 /* Copies the expert ids of ranks on other hosts from the net inbox to the heap, as they arrive.
  * Each lane waits for two words at a time and copies them. If the rank has announced so few
- * tokens that these words do not exist, the lane does not wait for them any longer. `warps`:
- * number of warps that share the work. `warp`: index of the calling warp among these warps.
- * Returns false if the group has failed. */
+ * tokens that it does not send these words, the lane stops waiting. `warps`: number of warps
+ * that share the work. `warp`: index of the calling warp among these warps. Returns false if
+ * the group has failed. */
 static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int warp, int warps)
 {
     const p2p_self &self = job.self;
@@ -436,10 +439,10 @@ static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int 
     return true;
 }
 
-/* Only in backend `hosts`: copies the announcements and ids that arrive from other hosts from
- * the net inbox to the heap. Called by all threads of the last CTA, which receives no rows. If
- * the grid has only one CTA, only its control warp polls, because its workers have rows to
- * move. Returns false if the group has failed. */
+/* Only in backend `hosts`: copies the announcements and ids of ranks on other hosts from the
+ * net inbox to the heap. Called by all threads of the last CTA, which receives no rows. If the
+ * grid has only one CTA, only the control warp polls, because the workers have rows to move.
+ * Returns false if the group has failed. */
 static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
 {
     if (!HOSTS) return true;
@@ -497,8 +500,9 @@ static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
     __syncwarp();
 }
 
-/* Reports to the host that the lowest vacant seat has experts. The error names the lowest rank
- * of the group as the rank with wrong data, as in the general planner. Called by one thread. */
+/* Reports to the host that the lowest vacant seat (a rank number without a process) has
+ * experts. The error names the lowest rank that is not vacant as the rank with wrong data, as
+ * in the general planner. Called by one thread. */
 static __device__ __noinline__ void report_vacant(const p2p_plan_job &job, const OpState &op)
 {
     const int vacant = __ffs(vacant_seats(op)) - 1, member = __ffs(~vacant_seats(op)) - 1;
@@ -533,9 +537,9 @@ static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
         report_overflow(tables.p, job, op);
 }
 
-/* For each local expert, writes the first slot and the padding of its slab (its slots) to the
- * plan, and its number of tokens and of rows to the caller's arrays. Called by one control warp
- * of the grid. */
+/* For each local expert, writes the first slot and the padding of the expert's slab (its slots)
+ * to the plan. Also writes the expert's number of tokens and number of rows to the caller's
+ * arrays. Called by one control warp of the grid. */
 static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job &job,
                                    uint32_t result)
 {
@@ -557,7 +561,8 @@ static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job 
 
 /* Writes the header and the tables of slabs of the plan. Called by all control warps of the
  * planning CTAs. The control warp of the first CTA writes the header. The control warp of the
- * second CTA writes the tables; if there is only one CTA, its control warp writes both. */
+ * second CTA writes the tables. If there is only one CTA, its control warp writes the header
+ * and the tables. */
 static __device__ void write_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas,
                                          uint32_t result)

@@ -25,7 +25,8 @@
 /* encoded id of a choice without an expert (the caller's id is negative) */
 #define LOWLAT_NO_ID 0xffffu
 #define LOWLAT_INVALID_ID 0xfffeu /* encoded id of a choice whose id is too large */
-/* Upper bound of the result of lowlat_plan_bytes(). An id takes 2 bytes. */
+/* Upper bound of the result of lowlat_plan_bytes(). A mask and its element of earlier_choices
+ * take 6 bytes, and an id takes 2 bytes. */
 #define LOWLAT_PLAN_MAX_BYTES \
     (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_IDS * 2 + 16)
 
@@ -39,8 +40,8 @@ struct PlanCheck {
 /* The tables of a plan (see above). The struct is in static shared memory. Its arrays are in
  * dynamic shared memory. */
 struct LowlatPlan {
-    /* The state of the general planner. Here only its members load, group_slab_start, capacity,
-     * demand, needed_slots, bad_ranks and header are used. */
+    /* The state of the general planner. Here only these members are used: `load`,
+     * group_slab_start, `capacity`, `demand`, needed_slots, bad_ranks and `header`. */
     Planner p;
     /* mask, earlier_choices: [token blocks of all ranks][num_experts] */
     uint32_t *mask;
@@ -55,12 +56,12 @@ struct LowlatPlan {
      * choice is wrong if its id is invalid or, with EPIC_DISTINCT, if the token has already
      * chosen the expert. */
     uint32_t bad_choice[DEVICE_MAX_RANKS];
-    /* temporary in compute_slabs(), one element per warp: the number of slots that the experts
-     * of this warp need */
+    /* Temporary values of compute_slabs(). Element w is the number of slots that the experts of
+     * warp w need. */
     int32_t warp_slots[LOWLAT_WORKERS];
     int32_t total_slots; /* number of slots of all ranks together */
-    /* max_tokens: the maximum number of tokens per rank for which the tables have space.
-     * num_groups: the number of token blocks per rank for this many tokens. */
+    /* max_tokens: the tables have space for this many tokens per rank. num_groups: number of
+     * token blocks of a rank with max_tokens tokens. */
     int32_t max_tokens, num_groups;
     /* num_experts, top_k: as in the layer. id_lanes: the number of lanes that handle the ids of
      * one token; each lane handles P2P_LOWLAT_LANE_IDS ids. */
@@ -76,8 +77,8 @@ struct LowlatPlan {
         return (rank * max_tokens + token) * id_lanes * P2P_LOWLAT_LANE_IDS;
     }
     /* Returns the slot of choice k of `token`, a token of `rank`. `e`: the choice's expert.
-     * `first`: the first expert of the rank that owns e. The slots of an expert are in the
-     * order of rank, token and k. */
+     * `first`: the first expert of the rank that owns e. Slot 0 is the first slot on that rank.
+     * The slots of an expert are in the order of rank, token and k. */
     __device__ __forceinline__ int32_t slot_of(int rank, int32_t token, int k, int e,
                                                int first) const
     {
@@ -102,14 +103,14 @@ struct LowlatPlan {
         }
         return count;
     }
-    /* Returns the encoded id of choice k of `token`, a token of `rank`, or LOWLAT_NO_ID if k is
-     * not below top_k. */
+    /* Returns the encoded id of choice k of `token`, a token of `rank`, or LOWLAT_NO_ID if k >=
+     * top_k. */
     __device__ __forceinline__ uint32_t choice_of(int rank, int32_t token, int k) const
     {
         return k < top_k ? ids[first_id_index(rank, token) + k] : LOWLAT_NO_ID;
     }
-    /* Returns the slot of choice k of `token`, a token of `rank`, if the slot is on this rank,
-     * otherwise -1. */
+    /* Returns the slot of choice k of `token`, a token of `rank`, if the slot is on the calling
+     * rank, otherwise -1. */
     __device__ __forceinline__ int32_t slot_here(const p2p_plan_job &job, int rank,
                                                  int32_t token, int k) const
     {
@@ -124,11 +125,12 @@ struct LowlatPlan {
         const int e = q * job.block;
         return e < num_experts ? p.group_slab_start[e] : total_slots;
     }
-    /* Writes the record of `token`, a token of `rank`, to the plan: its slots on this rank. If
-     * `rank` is this rank, also writes the fate (the slot, or the reason why there is none) and
-     * the rank of each choice. `slot`: in lane k, the result of slot_here() for choice k.
-     * `here`: bit mask of the lanes that have a slot. `result`: an epic_result; if it is an
-     * error, no slot is written. Called by one warp. */
+    /* Writes the record of `token`, a token of `rank`, to the plan. The record lists the slots
+     * that the token has on the calling rank. If the token is a token of the calling rank, also
+     * writes two values for each choice: the rank of its expert, and its fate (its slot, or the
+     * reason why it has no slot). `slot`: in lane k, the result of slot_here() for choice k.
+     * `here`: bit mask of the lanes that have a slot. `result`: an epic_result; if `result` is
+     * an error, no slot is written. Called by one warp. */
     __device__ __forceinline__ void store_token(const p2p_plan_job &job, int rank,
                                                 int32_t token, int32_t slot, uint32_t here,
                                                 uint32_t result) const
@@ -152,8 +154,8 @@ struct LowlatPlan {
     }
 };
 
-/* Returns the number of lanes that handle the ids of one token, P2P_LOWLAT_LANE_IDS ids per
- * lane. */
+/* Returns the number of lanes that handle the ids of one token. Each lane handles
+ * P2P_LOWLAT_LANE_IDS ids. */
 __host__ __device__ __forceinline__ int id_lanes_of(const epic_layer &layer)
 {
     return ((int)layer.top_k + P2P_LOWLAT_LANE_IDS - 1) / P2P_LOWLAT_LANE_IDS;
@@ -161,7 +163,7 @@ __host__ __device__ __forceinline__ int id_lanes_of(const epic_layer &layer)
 
 /* Returns the size in bytes of the dynamic shared memory for the tables. If a rank can have too
  * many tokens for the tables, the general planner (plan/planner.cuh) may use the memory
- * instead, so the result is then the larger of the two sizes. */
+ * instead. In this case, returns the larger of the two sizes. */
 static inline int lowlat_plan_bytes(const p2p_plan_job &job)
 {
     const int64_t ranks = job.self.num_ranks, experts = job.layer.num_experts;

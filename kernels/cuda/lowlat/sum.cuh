@@ -7,7 +7,8 @@
  *   send_sum      for a token of a peer: adds the token's rows on this rank, and stores this
  *                 partial sum to the peer's staging (the memory into which peers store rows)
  *   receive_sum   for a token of this rank: adds the token's rows on this rank, polls the
- *                 peers' partial sums, adds all in the order of ranks, stores the sum to out
+ *                 peers' partial sums, adds all partial sums in the order of ranks, and stores
+ *                 the result to out
  *
  * The results are bit-identical to those of combine/plain.cuh. Template argument EXACT: a row
  * consists of whole pieces, so every lane's vector is inside the row. */
@@ -41,7 +42,7 @@ __device__ __forceinline__ bool in_row(const CombineState &c, const Unit &u)
 }
 
 /* Loads up to LOWLAT_LOADED_ROWS rows of the unit's token, from row `from` on. `count`: number
- * of rows that the token has on this rank. Lane n has the slot of row n in u.slot. Each lane
+ * of rows that the token has on this rank. In lane n, u.slot is the slot of row n. Each lane
  * loads its own vector of each row. */
 template <bool EXACT>
 __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &rows,
@@ -97,8 +98,9 @@ __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &
     load_slot_rows<EXACT>(c, rows, u, num_slots_of(u), 0);
 }
 
-/* Returns this rank's partial sum for the unit: the sum of weight * row over its `count` slots,
- * in ascending order of k. The caller has loaded the first LOWLAT_LOADED_ROWS rows. */
+/* Returns this rank's partial sum for the unit: the sum of weight * row over the `count` slots
+ * of the unit's token, in ascending order of k. The caller has loaded the first
+ * LOWLAT_LOADED_ROWS rows. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &rows,
                                             const Unit &u, int count)
@@ -115,7 +117,7 @@ __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &row
 }
 
 /* Stores this rank's partial sum for unit u, one piece of a peer's token, to the peer's
- * staging. In dispatch_backward (with slot_floats), the unit with the token's first piece also
+ * staging. In dispatch_backward (with slot_floats), the call for the token's first piece also
  * sends the gradients of the slots' weights. The caller has loaded `rows`. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, const Unit &u)
@@ -186,7 +188,7 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
 }
 
 /* Adds the partial sums of all ranks for unit u, one piece of a token of this rank, and stores
- * the sum to the output. In dispatch_backward (with choice_floats), the unit with the token's
+ * the sum to the output. In dispatch_backward (with choice_floats), the call for the token's
  * first piece also receives the gradients of the choices' weights. The caller has loaded
  * `rows`. Returns false if the group has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
