@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* OpState, the state of the running operation, and functions that return the addresses of words
- * and rows that ranks exchange.
+/* OpState, which is the state of the running operation. Also functions that return the
+ * addresses at which ranks exchange words and rows.
  *
  * In the backend `hosts`, some ranks are on other hosts (hosts.h). Every address that differs
- * between the backends `p2p` and `hosts` is chosen in this file, except the places of expert ids
- * in the array `ids` (lowlat/plan.cuh):
+ * between the backends `p2p` and `hosts` is chosen in this file, except the addresses of expert
+ * ids in the array `ids` (lowlat/plan.cuh). A word or row takes one of two paths:
  *
  *   a peer on this host      stores into this rank's heap, over NVLink
  *   a peer on another host   stores into its own outbox; the net copies the words into this
  *                            rank's inbox, which has the layout of the heap (net/net.cuh)
  *
  * The *epoch* is the number of the running operation, or of its running round. A *stamped* word
- * contains the epoch in which it was written, so that a reader can distinguish it from an older
- * word. */
+ * contains the epoch in which it was written. So a reader can distinguish words of this epoch
+ * from older words. */
 #ifndef EPIC_ADDRESSING_CUH
 #define EPIC_ADDRESSING_CUH
 
@@ -47,14 +47,14 @@ struct OpState { /* State of the running operation. Each CTA has a copy in share
     uint32_t last; /* 1 if this CTA has finished after all other CTAs of the grid */
     /* 1: an earlier operation of this rank still ran when this one began, which is an error */
     uint32_t overlaps;
-    /* 0, or the wait that a thread of this CTA has aborted (WAIT_ABORTED() in wait.cuh) */
+    /* the wait that a thread of this CTA has aborted (WAIT_ABORTED() in wait.cuh), or 0 */
     mutable uint32_t aborted_wait;
     /* inbox[q]: address in this rank's staging (net/staging.cuh) at which the rows of rank q
      * arrive */
     uint8_t *inbox[DEVICE_MAX_RANKS];
-    /* outbox[q]: address at which this rank stores rows for rank q. It is in the staging of q.
-     * If q is on another host, it is in memory of this rank from which the net sends the
-     * rows. */
+    /* outbox[q]: address at which this rank stores rows for rank q. The address is in the
+     * staging of rank q. If rank q is on another host, the address is in the outbox of this
+     * rank, from which the net sends the rows. */
     uint8_t *outbox[DEVICE_MAX_RANKS];
     /* the generation and the vacant seats of the group (p2p_group_words) */
     uint32_t generation, vacant;
@@ -115,8 +115,8 @@ __device__ __forceinline__ bool is_stamped(const OpState &op, uint64_t word)
     return (uint32_t)(word >> 32) == op.epoch;
 }
 
-/* Returns 32-bit word w of the bit mask of the ranks on this rank's host, including this
- * rank. */
+/* The ranks on this rank's host, including this rank, form a bit mask. Returns word w of this
+ * bit mask (32 bits). */
 __device__ __host__ __forceinline__ uint32_t near_ranks(const p2p_self &self, int w = 0)
 {
     return HOSTS ? self.net->host_ranks[w] : 0xffffffffu;
@@ -136,7 +136,7 @@ static inline bool has_remote_ranks(const p2p_self &self)
     return num_near < self.num_ranks;
 }
 
-/* Removes the ranks on this rank's host from a mask. */
+/* Removes the ranks on this rank's host from `mask`. */
 __device__ __forceinline__ void remove_near_ranks(RankMask &mask, const p2p_self &self)
 {
 #if MANY_RANKS
@@ -153,7 +153,8 @@ __device__ __forceinline__ p2p_group_words *group_words(const p2p_self &self)
 }
 
 /* Returns the word `broken`, the failure of the group. In backend `hosts`, reads a copy in
- * control memory. The net writes the word itself to the net inbox, where reads may be slow. */
+ * control memory, because the net writes the word itself to the net inbox, where reads may be
+ * slow. */
 __device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
 {
     return load_relaxed(HOSTS ? &control_of(self)->net->broken : &group_words(self)->broken);
@@ -178,14 +179,15 @@ __device__ __forceinline__ bool is_member(const p2p_self &self, const OpState &o
     return q < self.num_ranks && !is_vacant(op, q);
 }
 
-/* Returns the address of the net inbox, which has the layout of a heap. Returns NULL in p2p. */
+/* Returns the address of the net inbox, which has the layout of a heap. Returns NULL in
+ * `p2p`. */
 __device__ __forceinline__ uint8_t *net_inbox(const p2p_self &self)
 {
     return HOSTS ? self.net->inbox : NULL;
 }
 
-/* Returns the memory in which words from rank q arrive. If q is on this host, this is this
- * rank's heap, otherwise the net inbox. Both have the same layout. */
+/* Returns the memory in which words from rank q arrive: this rank's heap if q is on this host,
+ * otherwise the net inbox. The heap and the net inbox have the same layout. */
 __device__ __forceinline__ uint8_t *inbox_base(const p2p_self &self, int q)
 {
     return is_remote(self, q) ? net_inbox(self) : self.heap[self.rank];
@@ -197,8 +199,8 @@ __device__ __forceinline__ uint8_t *inbox_base(const OpState &op, int q)
 }
 
 /* Returns the memory in which the status words of rank q (waits, broken, gone) arrive. In the
- * backend `hosts` this is the net inbox even if q is on this host, because the net delivers
- * them. */
+ * backend `hosts` this is the net inbox even if q is on this host, because the net also
+ * delivers the status words of ranks on this host. */
 __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
 {
     return HOSTS && q != op.self->rank ? net_inbox(*op.self) : op.heap;
@@ -217,16 +219,17 @@ __device__ __forceinline__ bool relays_words(const p2p_self &self)
     return HOSTS && MANY_RANKS && ranks_per_host(self);
 }
 
-/* Returns the rank on the host of rank `on` that exchanges the words of that host with the host
- * of rank `with`. Requires that relays_words() is true. */
+/* Words between two hosts go through one rank of each host (net/relay_words.cuh). `on` is a
+ * rank of the first host, and `with` is a rank of the second host. Returns the rank of the
+ * first host. Requires that relays_words() is true. */
 __device__ __forceinline__ int word_relay(const p2p_self &self, int on, int with)
 {
     const int local = ranks_per_host(self), host = on / local;
     return host * local + (host + with / local) % local;
 }
 
-/* Returns the memory in which announcements and counts of rank q arrive. If they go through
- * relays, this is always this rank's heap. */
+/* Returns the memory in which announcements and counts of rank q arrive. If the announcements
+ * and counts go through relays, this is always this rank's heap. */
 __device__ __forceinline__ uint8_t *word_base(const p2p_self &self, int q)
 {
     return relays_words(self) ? self.heap[self.rank] : inbox_base(self, q);
@@ -237,18 +240,18 @@ __device__ __forceinline__ uint8_t *word_base(const OpState &op, int q)
     return relays_words(*op.self) ? op.heap : inbox_base(op, q);
 }
 
-/* Returns the distance in 8-byte words from this rank's heap to the memory in which the calling
- * CTA polls the counts of rank q. It is 0, except in CTA 0 of the backend `hosts` if q is on
- * another host and the counts use no relays. That CTA polls the net inbox and copies the words
- * to the heap (cache_counts()). */
+/* The calling CTA polls the counts of rank q in this rank's heap or in the net inbox. Returns
+ * the distance in 8-byte words from the heap to that memory. Most CTAs poll the heap, so the
+ * distance is 0. If counts use no relays, CTA 0 of the backend `hosts` polls the net inbox for
+ * ranks on other hosts, and copies their words to the heap (cache_counts()). */
 __device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
 {
     return HOSTS && blockIdx.x == 0 ? (word_base(op, q) - op.heap) / 8 : 0;
 }
 
-/* Returns the memory in which the rows of rank q arrive. With relays, this is always this
- * rank's heap in the operations dispatch and combine_backward, because a rank of this host
- * forwards the rows of other hosts. */
+/* Returns the memory in which the rows of rank q arrive. With relays (net/relay.cuh), dispatch
+ * and combine_backward always use this rank's heap, because ranks of this host forward the rows
+ * of other hosts. */
 __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
 {
     const bool relayed =
@@ -257,7 +260,8 @@ __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
     return inbox_base(self, q);
 }
 
-/* In p2p, this version reads the address from `op`, in shared memory. */
+/* This version is for callers that have `op`: in `p2p`, it reads the address from `op`, which
+ * is in shared memory. */
 __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, const OpState &op,
                                                    int q)
 {
@@ -303,33 +307,33 @@ __device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8
 }
 
 /* Arrays in a heap have one part for each rank that writes. Returns the index of the part that
- * rank `by` writes in the heap of rank `to`. In `p2p`, this is `by`. In the backend `hosts`, it
- * is (by - to - 1) modulo num_ranks. The reason is that a word has the same offset in the
- * writer's outbox as at its destination, and all destinations share this outbox. With this
- * index, words for different destinations do not overwrite each other in the outbox. */
+ * rank `by` writes in the heap of rank `to`. In `p2p`, the index is `by`. In the backend
+ * `hosts`, a word has the same offset in the outbox of `by` as at its destination, and `by` has
+ * one outbox for all destinations. So that words for different destinations do not overwrite
+ * each other, each destination has a different index, (by - to - 1) modulo num_ranks. */
 __device__ __forceinline__ int source_number(const p2p_self &self, int to, int by)
 {
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
 }
 
-/* Returns the distance in 8-byte words from part self.rank of the array `records` to the part
- * that this rank must write in the heap of q (source_number()). It is 0 in p2p. With it,
- * callers compute the address of the part self.rank only once, and add the distance for each
- * q. */
+/* This rank writes part source_number() of the array `records` in the heap of rank q. Returns
+ * the distance in 8-byte words from part self.rank of the array to this part. The distance is 0
+ * in `p2p`. So callers compute the address of part self.rank only once, and add the distance
+ * for each q. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.at.choices;
 }
 
-/* Returns the number of floats that the array `floats` has for each token. This is top_k. In
- * the backend `hosts`, it is rounded up to an even number, because the net copies words of 8
- * bytes. */
+/* Returns the number of floats that the array `floats` has for each token. This is top_k in
+ * `p2p`. In the backend `hosts`, top_k is rounded up to an even number, because the net copies
+ * words of 8 bytes. */
 __device__ __forceinline__ int float_stride(int top_k)
 {
     return HOSTS ? (top_k + 1) & ~1 : top_k;
 }
 
-/* Returns the offset in a heap of the array `wants` (net/relay.cuh), or 0 in p2p. */
+/* Returns the offset in a heap of the array `wants` (net/relay.cuh), or 0 in `p2p`. */
 __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
 {
     return HOSTS ? self.at.net->wants : 0;
@@ -343,8 +347,8 @@ static inline int32_t net_window(const p2p_self &self)
 }
 
 /* Returns the number of roles (kinds of work, common/rows.cuh) in which warps forward rows from
- * other hosts. With relays, there is one such role for every other host; without relays, there
- * is none. */
+ * other hosts. With relays, there is one such role for every other host. Without relays, there
+ * is no such role. */
 __host__ __device__ __forceinline__ int num_forward_roles(const p2p_self &self)
 {
     return ranks_per_host(self) ? self.num_ranks / ranks_per_host(self) - 1 : 0;

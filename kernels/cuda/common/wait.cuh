@@ -12,12 +12,12 @@
  *   3. store `broken` into the heap of every rank. Waits on all ranks check it.
  *
  * From then on the group is *broken*: functions return false, every later operation finds
- * `broken` and returns at once, and the host reports the error. This ends with the next
- * generation of the group (docs/internals/members.md).
+ * `broken` and returns at once, and the host reports the error. The group stays broken until
+ * its next generation begins (docs/internals/members.md).
  *
- * Every SPINS_PER_COUNT polls, a waiting warp also adds the time for which it has waited to
- * counters (count_wait()), so that the host can find a slow rank. A shorter wait costs
- * nothing. */
+ * Every SPINS_PER_COUNT polls, a waiting warp also adds its waiting time to counters
+ * (count_wait()), so that the host can find a slow rank. A wait with fewer polls adds nothing
+ * and has no such cost. */
 #ifndef EPIC_WAIT_CUH
 #define EPIC_WAIT_CUH
 
@@ -40,17 +40,17 @@
 /* Limits how often a slow word (in host memory or in the net inbox) is read. This is necessary
  * because the reads of many warps are served one after the other. Returns true if this thread
  * may read the word now: at most one thread of the rank gets true in `pause` units of 1024 ns.
- * This thread must store a copy in control memory, which the other threads read. *asked: the
- * time of the last call that returned true. */
+ * This thread must store a copy of the word in control memory. The other threads read the copy.
+ * *asked: the time of the last call that returned true. */
 __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
 {
     const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_relaxed(asked);
     return time - before >= pause && atomicCAS(asked, before, time) == before;
 }
 
-/* Only in backend `hosts`: copies `word`, a value of the word `broken` (the failure of the
- * group), to control memory, where all warps of this rank check it. Does nothing if `word` is
- * 0, or in `p2p`. */
+/* Only in backend `hosts`: copies `word` to control memory, where all warps of this rank check
+ * it. `word`: a value of the word `broken` (the failure of the group). Does nothing if `word`
+ * is 0. */
 __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 {
     if (HOSTS && word) store_relaxed(&control_of(op)->net->broken, word);
@@ -60,7 +60,7 @@ __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
  * for the host, and stores `broken` into this rank's heap. If this rank has found the failure
  * itself, also stores `broken` into the heaps of the peers (in the backend `hosts`, the proxy
  * thread sends it instead). `word`: P2P_BROKEN() of the failure. `theirs`: the signature (hash
- * of arguments) of a peer that called another operation, or 0 if there is none. */
+ * of arguments) of a peer that called another operation, or 0 if no peer did so. */
 static __device__ __noinline__ void report_failure(const OpState &op, uint64_t word,
                                                    uint32_t theirs)
 {
@@ -86,8 +86,8 @@ static __device__ __noinline__ void report_failure(const OpState &op, uint64_t w
             store_relaxed((uint64_t *)(self.heap[q] + self.at.broken), word);
 }
 
-/* Reports an error in the data to the host, by a notice in host memory. The group does not
- * fail. If all P2P_NOTICES notices are still unread, the error is not reported. */
+/* Reports an error in the data to the host by a notice in host memory. The group does not fail.
+ * If all P2P_NOTICES entries for notices are still unread, the error is not reported. */
 static __device__ __noinline__ void report_data_error(const p2p_self &self,
                                                       const p2p_notice &notice)
 {
@@ -112,15 +112,15 @@ __device__ __forceinline__ void publish_waits(const OpState &op, uint64_t publis
     if (HOSTS) store_relaxed(&op.self->net->ring.words->waits, published);
 }
 
-/* Returns the address of the word `waits` of a rank in the heap at `heap`. The word lists the
- * ranks for which that rank waits. */
+/* Returns the address, in the heap at `heap`, of the word `waits` that `rank` writes. The word
+ * lists the ranks for which `rank` waits. */
 __device__ __forceinline__ uint64_t *waits_address(const OpState &op, uint8_t *heap, int rank)
 {
     return (uint64_t *)(heap + op.self->at.waits) + rank;
 }
 
-/* Returns the ranks for which `rank` waits (pack_ranks()), or 0 if it has published no wait in
- * this epoch. */
+/* Returns the ranks for which `rank` waits (pack_ranks()), or 0 if `rank` has published no wait
+ * in this epoch. */
 __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
 {
     const uint64_t published = load_relaxed(waits_address(op, status_base(op, rank), rank));
@@ -128,8 +128,8 @@ __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
 }
 
 /* Publishes to all ranks that this rank waits for `peers` (pack_ranks()), so that other ranks
- * do not report it as the culprit. Called in the last quarter of the time limit. If the
- * deadline moves to a later time, callers withdraw the word by a call with peers = 0. */
+ * do not report this rank as the culprit. Called in the last quarter of the time limit. If the
+ * deadline then moves to a later time, the caller calls this again with peers = 0. */
 static __device__ void write_waits(const OpState &op, uint32_t peers)
 {
     const p2p_self &self = *op.self;
@@ -150,9 +150,10 @@ __device__ __forceinline__ bool has_announced(const OpState &op, int q)
     return is_stamped(op, load_relaxed(announcement_words(op, word_base(op, q), q)));
 }
 
-/* Returns the rank that delays the announcement of rank q, which has not arrived. This is q
- * itself, or a relay on the way from q whose own announcement has not arrived either: q may
- * have announced the operation to this relay. */
+/* Requires that the announcement of rank q has not arrived. Returns the rank that delays this
+ * announcement: q, or a relay between q and this rank. Returns a relay if the relay's own
+ * announcement has not arrived either, because q may have announced the operation to this
+ * relay. */
 __device__ __forceinline__ int late_announcer(const OpState &op, int q)
 {
     const p2p_self &self = *op.self;
@@ -162,11 +163,11 @@ __device__ __forceinline__ int late_announcer(const OpState &op, int q)
     return has_announced(op, far) ? q : far;
 }
 
-/* Returns a bit mask of the culprits, which are the ranks that delay the group. If some ranks
- * have not announced this epoch, these are the culprits. Otherwise starts with the ranks in
- * `awaited`, for which this rank waits, and follows the published waits from rank to rank. The
- * culprits are then the ranks found in this way that wait for no other rank. If there are none,
- * returns `awaited`. */
+/* Returns a bit mask of the culprits, which are the ranks that delay the group. If
+ * announcements of this epoch are missing, the culprits are the ranks that delay them.
+ * Otherwise starts with the ranks in `awaited`, for which this rank waits, and follows the
+ * published waits from rank to rank. Of the ranks found in this way, the culprits are those
+ * that wait for no other rank. If there are no such ranks, returns `awaited`. */
 static __device__ RankMask find_culprits(const OpState &op, RankMask awaited)
 {
     const int num_ranks = op.self->num_ranks, own = op.self->rank;
@@ -209,7 +210,8 @@ static __device__ RankMask read_dead_ranks(const OpState &op)
 #endif
 }
 
-/* Returns whether `word`, a value of the word `broken`, is a failure of this generation. */
+/* Returns true if `word`, a value of `broken`, describes a failure of this generation of the
+ * group. Returns false if `word` is 0 or describes a failure of another generation. */
 __device__ __forceinline__ bool is_broken_in(uint64_t word, uint32_t generation)
 {
     return word &&
@@ -255,7 +257,7 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 
 #ifndef LOW_LATENCY
 /* 1 in files with low-latency kernels, whose waits poll more often. This does not slow down the
- * rows, because low-latency kernels move only few rows. */
+ * transfer of rows, because low-latency kernels move only few rows. */
 #define LOW_LATENCY 0
 #endif
 #ifndef SPINS_TO_SLEEP
@@ -263,15 +265,15 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 #define SPINS_TO_SLEEP (LOW_LATENCY ? 64u : 4u)
 #endif
 #ifndef SPINS_PER_CHECK
-/* how often a wait polls before it checks the deadline and looks for a failure */
+/* number of polls after which a wait checks the deadline and looks for a failure */
 #define SPINS_PER_CHECK 256u
 #endif
-/* Number of polls after which a wait counts its time, about every 20 to 30 microseconds. If it
- * counted every 10 microseconds, a plan of 1,024 tokens was 8 % slower. */
+/* Number of polls after which a wait adds its time to the counters. These polls take about 20
+ * to 30 microseconds. With only 10 microseconds, a plan of 1,024 tokens was 8 % slower. */
 #define SPINS_PER_COUNT (SPINS_PER_CHECK / 8u)
 
-/* Returns true if a wait whose deadline has passed may fail, because the host process has run
- * after the deadline. `time`: current device time.
+/* Called by a wait whose deadline has passed. Returns true if the host process has run after
+ * the deadline, so that the wait may fail. `time`: current device time.
  *
  * The process may be suspended, for example by Ctrl-Z or in a frozen container. This must not
  * cause a timeout: the device's clock continues, but usually the peers' processes are also
@@ -314,9 +316,9 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
     return load_relaxed(&control->overdue) > deadline;
 }
 
-/* Returns true if this rank should publish that it also waits for `peer`. `published`: the
- * waits that it has published. With MANY_RANKS, the word has space for only MOST_NAMED ranks;
- * if it is full, the result is false. */
+/* Returns true if this rank should publish that it also waits for `peer`. `published`: the word
+ * `waits` that this rank has published. With MANY_RANKS, the word has space for only MOST_NAMED
+ * ranks. If the word is full, returns false. */
 __device__ __forceinline__ bool can_publish(uint32_t published, int peer)
 {
 #if MANY_RANKS
@@ -347,9 +349,9 @@ static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
     return false;
 }
 
-/* Returns true if the group has failed. In the backend `hosts`, only one thread at a time reads
- * the net inbox, where polls are slow. The other threads read its result in control memory.
- * `phase`: a p2p_phase. */
+/* Returns true if the group has failed. In the backend `hosts`, polls of the net inbox are
+ * slow, so only one thread at a time reads it. The other threads read the result of that thread
+ * in control memory. `phase`: a p2p_phase. */
 __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 {
     uint32_t theirs;
@@ -363,9 +365,10 @@ __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 
 /* Returns true if a wait for `peer` must be aborted, because the group has failed or the
  * deadline has passed. A waiting warp calls it every SPINS_PER_CHECK polls. `fresh`: true in
- * the first call of a wait. The previous wait has then succeeded, so the deadline moves to a
- * later time. This function does not report the cause of a failure, because waiting warps have
- * few registers; report_aborted_wait() does so at the end of the CTA. */
+ * the first call of a wait. In this case the previous wait has succeeded, so the deadline moves
+ * to a later time. This function does not report the cause of a failure, because waiting warps
+ * have few registers. Instead, report_aborted_wait() reports the cause at the end of the
+ * CTA. */
 static __device__ __noinline__ bool wait_should_abort(const OpState &op, int peer, int phase,
                                                       bool fresh)
 {
@@ -381,10 +384,10 @@ static __device__ __noinline__ bool wait_should_abort(const OpState &op, int pee
     return over;
 }
 
-/* The times at which waits are counted have the unit 1024 ns. They are 32 bits long and
- * overflow, so only their differences have a meaning. */
+/* The times at which waits are counted have the unit 1024 ns. They have 32 bits and overflow,
+ * so only the difference of two such times has a meaning. */
 #define COUNT_PAUSE 2u /* minimum time between two counts of waits for one rank */
-/* about how long a wait has taken when it is counted for the first time */
+/* approximate age of a wait when it is counted for the first time */
 #define FIRST_COUNT 24u
 #ifndef RECENT_COUNT
 /* If a wait for a peer was counted less than this time ago, the rank is assumed to be still
@@ -392,10 +395,10 @@ static __device__ __noinline__ bool wait_should_abort(const OpState &op, int pee
 #define RECENT_COUNT 64u
 #endif
 
-/* Returns the time since waits for `peer` were last counted. The time before this operation is
- * left out and, if is_first is true, also the time before this wait. Many warps may wait for
- * the same rank at the same time. They share counted_at, so that this time is counted only
- * once: one warp gets the time, and the other warps get 0. */
+/* Returns the time for which this rank has waited for `peer` since a wait for `peer` was last
+ * counted. Time before this operation does not count. If is_first is true, time before this
+ * wait does not count either. Many warps can wait for the same peer at the same time, but this
+ * time must be counted only once. So one warp gets the time, and the other warps get 0. */
 static __device__ __noinline__ uint32_t uncounted_time(const OpState &op, uint32_t peer,
                                                        bool is_first)
 {
@@ -417,8 +420,9 @@ static __device__ void add_and_copy(uint64_t *sum, uint64_t *copy, uint64_t age)
         copy, (uint64_t)atomicAdd((unsigned long long *)sum, (unsigned long long)age) + age);
 }
 
-/* Adds `age` to the waiting time for `peer`. If no wait for another rank was counted recently
- * in this epoch, also adds it to the time in which this rank waited for `peer` alone. */
+/* Adds `age` to the time in which this rank waited for `peer`. If no wait for another rank was
+ * counted recently in this epoch, also adds `age` to the time in which this rank waited only
+ * for `peer`. */
 static __device__ __noinline__ void add_wait_time(const OpState &op, uint32_t peer,
                                                   uint32_t age)
 {
@@ -440,11 +444,11 @@ static __device__ __noinline__ void add_wait_time(const OpState &op, uint32_t pe
         add_and_copy(&time->alone, &copy->alone, age);
 }
 
-/* Returns the rank for which this thread counts a wait for `peer`, or -1. If some ranks have
- * not announced the operation, the wait is counted for one of these ranks, because `peer` may
- * be late only because it also waits for them. Each lane looks at different ranks. In the
- * backend `hosts`, only two CTAs do so, because the reads may be slow. is_warp: true if a whole
- * warp calls it. */
+/* Returns the rank for which a wait for `peer` must be counted, or -1 if it is not known. If
+ * announcements are missing, returns a rank that delays one of them, because `peer` may itself
+ * be waiting for this rank. Otherwise returns `peer`. Each lane checks the announcements of
+ * different ranks. In the backend `hosts`, only two CTAs check them, because the reads may be
+ * slow. is_warp: true if a whole warp calls it. */
 static __device__ __noinline__ int rank_to_count(const OpState &op, int peer, bool is_warp)
 {
     if (HOSTS && blockIdx.x != 0 && !is_last_cta()) return peer;
@@ -457,7 +461,7 @@ static __device__ __noinline__ int rank_to_count(const OpState &op, int peer, bo
     return has_missing ? missing : peer;
 }
 
-/* Counts the time of a wait for `peer`; -1: the rank is not known. is_warp: as in
+/* Counts the time of a wait for `peer`, which is -1 if the rank is not known. is_warp: as in
  * rank_to_count(). is_first: as in uncounted_time(). */
 static __device__ void count_wait(const OpState &op, int peer, bool is_warp, bool is_first)
 {
@@ -467,9 +471,9 @@ static __device__ void count_wait(const OpState &op, int peer, bool is_warp, boo
 }
 
 /* A waiting warp or thread calls this every SPINS_PER_COUNT polls. In most calls, counts the
- * time of the wait. Every SPINS_PER_CHECK polls, instead returns whether the wait must be
- * aborted. One function does both, because each loop that waits contains the call: with two
- * calls, the kernels for few tokens were up to 9 % slower (docs/lab/cuda.md). */
+ * time of the wait and returns false. Every SPINS_PER_CHECK polls, instead returns whether the
+ * wait must be aborted. The loop of each wait contains this call. With one call for counting
+ * and one for aborting, the low-latency kernels were up to 9 % slower (docs/lab/cuda.md). */
 static __device__ __noinline__ bool wait_slow_path(const OpState &op, int peer, int phase,
                                                    uint32_t spins, bool is_warp)
 {
@@ -481,7 +485,7 @@ static __device__ __noinline__ bool wait_slow_path(const OpState &op, int peer, 
     return is_warp ? __any_sync(ALL_LANES, over) : over;
 }
 
-/* Counts an operation that begins. Called by one thread of each CTA. */
+/* Counts an operation that begins. Called by one thread of each CTA, but only CTA 0 counts. */
 __device__ __forceinline__ void count_operation(const p2p_self &self)
 {
     if (blockIdx.x == 0)
@@ -512,9 +516,9 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 }
 
 /* Polls ready() until it returns true. ready() must return the same value in all lanes. `peer`:
- * the rank for which this lane waits, or -1; it is a reference, because ready() may change it.
- * `phase`: a p2p_phase, for error reports. Called by a whole warp. Returns false if the wait
- * was aborted because the group has failed. */
+ * the rank for which this lane waits, or -1; `peer` is a reference, because ready() may change
+ * it. `phase`: a p2p_phase, for error reports. Called by a whole warp. Returns false if the
+ * wait was aborted because the group has failed. */
 template <class Ready>
 __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, int phase,
                                           Ready ready)

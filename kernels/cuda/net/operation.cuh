@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How an operation, and each of its rounds, begins and ends on the device.
  *
- * Every operation and every round has a number, the epoch. It is counted in device memory, so a
- * CUDA graph that is replayed continues the count. These are the steps of epoch n on one rank:
+ * Every operation and every round has a number, the epoch. The epoch is counted in device
+ * memory, so a CUDA graph that is replayed continues the count. These are the steps of epoch n
+ * on one rank:
  *
  *   begin     All CTAs read the epoch and set op.epoch = n.
  *   announce  The first warp of the last CTA stores the sizes, executes a system fence, and
@@ -10,14 +11,14 @@
  *             sees the poison and the zeros that the operation of epoch n - 1 has stored back
  *             (heap.h).
  *   work      Every data word is its own flag, so ranks need no other synchronization.
- *   finish    One warp waits for {n, signature} of every rank. If the last part of the
- *             operation reads what peers announced, the warp then executes a system fence. The
- *             CTA that finishes last stores the epoch.
+ *   finish    One warp waits for {n, signature} of every rank. The warp then executes a system
+ *             fence if the last part of the operation reads what peers have announced. The CTA
+ *             that finishes last stores the epoch.
  *
- * Many arrays have two halves, for even and odd epochs. Two halves are enough for this reason:
- * a rank ends epoch n only after all peers have announced n. A peer announces n only after it
- * has ended n - 1. So when this rank is in epoch n + 1, no rank still uses the half of epoch n
- * - 1, and this rank may write to this half again. */
+ * Many arrays have two halves, for even and odd epochs. Two halves are enough: a rank ends
+ * epoch n only after all peers have announced n, and a peer announces n only after it has ended
+ * n - 1. So when this rank is in epoch n + 1, no rank still uses the half of epoch n - 1, and
+ * this rank may write to that half again. */
 #ifndef EPIC_OPERATION_CUH
 #define EPIC_OPERATION_CUH
 
@@ -63,9 +64,9 @@ __device__ __forceinline__ void store_announced_sizes(const OpState &op, uint64_
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)op.rows));
 }
 
-/* Announces to every rank, including this rank, that this rank has begun the operation. Ranks
- * of other hosts receive the announcement through relays, if the group uses them for words.
- * Called by one warp; each lane writes to one rank at a time. */
+/* Announces to every rank, including this rank, that this rank has begun the operation. If
+ * relays_words() is true, ranks of other hosts receive the announcement through relays. Called
+ * by one warp; each lane writes to one rank at a time. */
 static __device__ void announce_operation(const p2p_self &self, const OpState &op)
 {
     for_each_group(self, [&](int first) {
@@ -137,10 +138,10 @@ __device__ __forceinline__ uint64_t read_net_broken(const p2p_self &self)
 }
 
 /* Begins an operation: sets all fields of `op`. The last CTA also announces the operation to
- * all ranks. Called by all threads of all CTAs. `mark`: a part of the signature that must be
- * equal on all ranks, such as the id of a plan. `tokens`, `capacity`, `rows`: the sizes to
- * announce (OpState). Returns false if the group has failed, or if this launch only loads the
- * kernel (EPIC_OP_NONE). */
+ * all ranks. Called by all threads of all CTAs. `mark`: a value that must be equal on all
+ * ranks, such as the id of a plan. It becomes a part of the signature. `tokens`, `capacity`,
+ * `rows`: the sizes to announce (OpState). Returns false if the group has failed, or if this
+ * launch only loads the kernel (EPIC_OP_NONE). */
 static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32_t mark,
                                        int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -194,8 +195,8 @@ wait_group_announcements(const p2p_self &self, const OpState &op, int first, boo
         announcement_words(self, op, are_copied ? op.heap : word_base(self, q), q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t announced = load_relaxed(from + P2P_ANNOUNCED_SIGNATURE);
-        /* The word is from this epoch or from an older one: this half of the array is used
-         * again only two operations later, and no peer can be so far ahead. */
+        /* The word is from this epoch or from an older epoch. The next epoch that uses this
+         * half of the array is two epochs later, and no peer can be so far ahead. */
         INVARIANT(announced == 0 || (int32_t)((uint32_t)(announced >> 32) - op.epoch) <= 0);
         if (HOSTS && is_rank && !is_announcement_complete(op, from)) announced = 0;
         return __all_sync(ALL_LANES, !is_rank || announced == stamp_word(op, op.signature)) !=
@@ -204,11 +205,11 @@ wait_group_announcements(const p2p_self &self, const OpState &op, int first, boo
 }
 
 /* Waits until every rank has announced this operation. Fails if a rank has announced another
- * operation (a different signature, see find_failure()). There is no fence, so later stores of
- * this kernel may become visible before the announcements have been read. `are_copied`: true if
- * a low-latency kernel has copied the announcements to this rank's heap, so that they can be
- * read there. Called by one warp; each lane reads one announcement at a time. Returns false if
- * the group has failed. */
+ * operation (a different signature, see find_failure()). This function executes no fence, so
+ * later stores of this kernel may become visible before the announcements have been read.
+ * `are_copied`: true if a low-latency kernel has copied the announcements to this rank's heap,
+ * so that they can be read there. Called by one warp; each lane reads one announcement at a
+ * time. Returns false if the group has failed. */
 __device__ __forceinline__ bool
 wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
 {
@@ -273,10 +274,10 @@ static __device__ bool read_announcement(const OpState &op, int which, RankNumbe
     return read_announcement(*op.self, op, which, values);
 }
 
-/* Ends an operation. CTA `waiting_cta` waits until all ranks have announced it. Returns true
- * only in the CTA that finishes last. This CTA may then do final work, such as reporting
- * errors. `read`: true if the final work reads what peers have announced; a fence then follows
- * the wait. Called by all threads of all CTAs. */
+/* Ends an operation. CTA `waiting_cta` waits until all ranks have announced the operation.
+ * Returns true only in the CTA that finishes last. This CTA may then do final work, such as
+ * reporting errors. `read`: true if the final work reads what peers have announced. In this
+ * case a fence follows the wait. Called by all threads of all CTAs. */
 __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &op,
                                                  int waiting_cta, bool read)
 {
