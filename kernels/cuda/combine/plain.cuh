@@ -189,9 +189,9 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 /* ------------------------------------------------------------------ floats that return ---- */
 
 /* Only in dispatch_backward: sends the floats (gradients of weights) of `token`, a token of
- * `rank`, to `rank`. slot_floats has one float for each choice of the token that goes to this
- * rank. `to`: the array in the heap of `rank` for floats from this rank. Called by a whole
- * warp. */
+ * `rank`, to `rank`. slot_floats has one float for each slot that `token` has on the calling
+ * rank. `to`: the array in the heap of `rank` for floats from the calling rank. Called by a
+ * whole warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {

@@ -102,8 +102,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     /* address of this lane's bytes of the current piece in row 0 of job.rows; for row i, add
      * row_offset(i) */
     const uint8_t *rows;
-    /* The unit whose pieces are being copied to the ring. vector: index in the row of the first
-     * vector of the unit's piece. */
+    /* The unit whose pieces are being copied to the ring. vector: the unit's piece begins at
+     * this vector of the row. */
     int32_t token, vector;
     int32_t slots = 0; /* number of rows on this rank that must still be copied for this unit */
     /* bit mask of the partial sums that must still be copied for this unit: bit p stands for

@@ -37,8 +37,8 @@ struct PackedMove : DispatchMove {
     /* Shape of the caller's rows. own_shape.pieces is the number of pieces into which such a
      * row is packed. */
     RowShape own_shape;
-    /* number of vectors of a packed row that contain the row; the vectors after them contain
-     * the scales */
+    /* A packed row begins with row_vectors vectors that contain the elements of the row. The
+     * vectors after them contain the scales. */
     int32_t row_vectors;
     int32_t own_span; /* number of pieces per span, for units that move the caller's rows */
 };

@@ -225,7 +225,7 @@ typedef struct p2p_sum_losses_job {
 
 /* Arguments of p2p_launch_incoming(), which computes the gradients of a layer's two losses.
  * `all`: gradient of the sum of the two losses. `balance`, `z`: gradients of the separate
- * losses. The kernel writes all + balance to to[0], and all + z to to[1]. */
+ * losses. The kernel computes to[0] = `all` + `balance` and to[1] = `all` + `z`. */
 typedef struct p2p_loss_gradients_job {
     const float *all, *balance, *z; /* NULL: 1 for `all`, 0 for `balance` and `z` */
     float *to;                      /* output [2]: the two gradients */
