@@ -42,7 +42,7 @@ struct __align__(8) Slot
 
 struct Entry { /* A unit that the warp has begun but not finished. It is in shared memory. */
     int32_t token;
-    int32_t vector;    /* the first vector of the unit's piece, as an index in the row */
+    int32_t vector;    /* the unit's piece begins at this vector of the row */
     int16_t num_slots; /* number of slots that the token has on this rank */
     int16_t role; /* -1 for a token of this rank; otherwise selects the peer (peer_of_role()) */
     /* Only for a token of this rank: bit p is 1 if the rank at position p of the sum order

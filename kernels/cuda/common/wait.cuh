@@ -218,8 +218,8 @@ __device__ __forceinline__ bool is_broken_in(uint64_t word, uint32_t generation)
            (!WITH_VACANT_SEATS || ((word ^ P2P_BROKEN_IN(generation)) >> 20 & 0xfff) == 0);
 }
 
-/* Returns P2P_BROKEN() of a failure that ends the operation, or 0 if there is none. Looks for
- * these causes in this order:
+/* Returns P2P_BROKEN() of a failure that ends the operation, or 0 if no failure is found. Looks
+ * for these causes in this order:
  *
  *   1. a rank has published a failure
  *   2. a peer has announced another operation; `theirs` then becomes its signature
@@ -276,8 +276,8 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
  * the deadline, so that the wait may fail. `time`: current device time.
  *
  * The process may be suspended, for example by Ctrl-Z or in a frozen container. This must not
- * cause a timeout: the device's clock continues, but usually the peers' processes are also
- * suspended, and launch nothing. So a wait fails only after a host thread has run later than
+ * cause a timeout: the device's clock continues, but the peers' processes are usually also
+ * suspended, and launch no kernels. So a wait fails only after a host thread has run later than
  * the deadline. That thread counts its runs (beats, P2P_AWAKE). Two calls are needed:
  *
  *   1. The first call after the deadline stores its time in control->due.
@@ -287,8 +287,9 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
  * A wait may fail if its deadline is earlier than control->overdue.
  *
  * The host thread also counts how often the process was suspended (stops). If that count has
- * changed, the time limit of all waits restarts, at most P2P_POSTPONE_LIMIT times without
- * progress. Only one thread of the rank at a time reads the word `awake` in host memory. */
+ * changed, the time limit of all waits restarts. It restarts at most P2P_POSTPONE_LIMIT times
+ * if no wait of this rank succeeds in the meantime. Only one thread of the rank at a time reads
+ * the word `awake` in host memory. */
 static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, uint64_t time)
 {
     p2p_control *control = control_of(op);

@@ -244,8 +244,9 @@ __device__ __forceinline__ void count_started_cta(const p2p_self &self, const Op
     report_overlap(op);
 }
 
-/* Only in backend `hosts`: counts this warp. Must be called after the last put of the warp,
- * because finish_lowlat() ends the operation after all warps have been counted. */
+/* Only in backend `hosts`: counts this warp as one that has posted all its puts. Must be called
+ * after the last put of the warp, because finish_lowlat() ends the operation after all warps
+ * have been counted. */
 __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
 {
     if (!HOSTS || lane_id() != 0) return;

@@ -306,8 +306,9 @@ static __device__ bool finish_operation(OpState &op)
     return finish_operation(*op.self, op, 0, true);
 }
 
-/* Begins the next round: advances the epoch, announces it, and stores it in control->round. The
- * other CTAs of this rank wait for this value. Called by one warp. */
+/* Begins the next round: advances the epoch, announces the new epoch, and stores it in
+ * control->round. The other CTAs of this rank wait until control->round has this value. Called
+ * by one warp. */
 static __device__ void begin_round(OpState &op)
 {
     if (threadIdx.x == 0) op.epoch = epoch_after(op.epoch);
