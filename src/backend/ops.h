@@ -195,8 +195,9 @@ typedef struct epic_ops {
      * for kernels. Any thread may call it. Errors: EPIC_EDEVICE. */
     epic_result (*read_waits)(epic_group *, uint32_t first, uint32_t last, epic_wait_info *out);
 
-    /* Makes a thread of the backend copy the waiting times to this page of the flight recorder,
-     * where epic-info reads them, until epic_backend.leave returns. NULL: no page. */
+    /* Starts to copy the waiting times to this page of the flight recorder, in a thread of the
+     * backend that runs until epic_backend.leave returns. epic-info reads the page. NULL: no
+     * page. */
     void (*record_waits)(epic_group *, struct recorder_page *);
 
     /* Returns the maximum number of SMs that one operation uses. */

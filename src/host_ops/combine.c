@@ -206,8 +206,8 @@ static void store_in_out(combine_call *c, int home, int64_t token)
     c->kernels->add(to, c->type, &partial, 1, c->partial_type, c->count);
 }
 
-/* Stores a token's trailer into d_weights of the token's home rank, which is in a window. All
- * choices of the token are on this rank. */
+/* Stores a token's trailer into the array d_weights of the token's home rank. This array is in
+ * a window. Requires that all choices of the token are on this rank. */
 static void store_in_d_weights(const combine_call *c, int home, int64_t token)
 {
     unsigned char *to =

@@ -218,8 +218,8 @@ static int find_missing(const net_liveness *l, bool *which)
     return count;
 }
 
-/* Returns true if this rank must still connect to the peer on this host. Of two hosts, the one
- * with the higher number connects. */
+/* Returns true if this rank must still connect to the peer on host `host`. Of two hosts, the
+ * one with the higher number connects. */
 static bool must_connect(const net_liveness *l, int host)
 {
     return host < l->setup.host && !l->setup.is_in_process[host] && l->sockets[host] < 0;

@@ -4,8 +4,8 @@
  * A *logit* is an output of the gate. A token has one logit for each *column*. The first
  * num_experts columns are the experts. The next zero_experts columns are the zero-experts,
  * whose output is the token itself. If num_groups is not 0, the columns form num_groups groups
- * of equal size. Only the topk_groups best groups of a token are kept. Columns of other groups
- * cannot be chosen, or their values count as 0. */
+ * of equal size. Only the topk_groups best groups of a token are kept. Depending on an option,
+ * the columns of other groups cannot be chosen, or can be chosen with the value 0. */
 #ifndef EPIC_ROUTER_CONFIG_H
 #define EPIC_ROUTER_CONFIG_H
 

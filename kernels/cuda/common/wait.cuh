@@ -496,8 +496,8 @@ __device__ __forceinline__ void count_operation(const p2p_self &self)
 
 /* Finds out why a wait was aborted, and reports the cause. Called by one thread of the CTA. If
  * the peer of the wait is not known, first waits for REPORT_GRACE_NS, so that other ranks can
- * report. Then looks for the culprit among the ranks for which threads of this rank have
- * published waits. */
+ * report, and then looks for the culprit among all ranks for which this rank waits, as its
+ * threads have published (write_waits()). */
 static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 {
     const p2p_self &self = *op.self;

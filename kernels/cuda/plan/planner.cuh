@@ -37,8 +37,8 @@ struct PlacedChoice {
 
 /* Returns the slot that choice k of a token gets on the rank of its expert. If the choice gets
  * no slot, returns the reason (EPIC_FATE_*). `id`: planned_id() of the choice. e becomes the
- * expert. If `id` is the id of a logical expert, e becomes the replica that gets the choice.
- * `warp_position`: number of choices with this id that the warp had counted before. Requires a
+ * expert of the choice; for a logical expert this is the replica that gets the choice.
+ * `warp_position`: number of earlier choices with this id in this warp. Requires a
  * valid plan. All lanes must call it; a lane that has no choice passes id = -1. */
 template <int FEATURES>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,

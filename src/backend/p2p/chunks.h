@@ -63,8 +63,8 @@ bool p2p_is_of_pool(const void *at);
 epic_result p2p_chunks_find(const uint8_t *data, int64_t bytes, p2p_chunks *out,
                             int64_t *offset);
 void p2p_chunks_release(p2p_chunks *chunks);
-/* Sets *device to the device of the chunk that contains `at`. Also finds memory that the
- * current device cannot access. Errors: EPIC_EDEVICE. */
+/* Sets *device to the device of the chunk that contains `at`. This works even if the current
+ * device cannot access this memory. Errors: EPIC_EDEVICE. */
 epic_result p2p_chunk_device(const void *at, int *device);
 /* Checks that the chunks are on the device `device`, and that this device can read and write
  * them. `data` is the address of the window, which begins at `offset` in the first chunk.

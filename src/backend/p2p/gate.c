@@ -183,8 +183,9 @@ static epic_result multiply_forward_or_weight(p2p_gemm *product, const epic_gate
     return launch_product(product, gate->stream);
 }
 
-/* Adds d_logits w_gate^T to d_x (EPIC_GEMM_INPUT). Splits d_logits and w_gate into
- * components. */
+/* Adds the product d_logits w_gate^T to d_x (EPIC_GEMM_INPUT). For this, first splits each
+ * value of d_logits and of w_gate into components, which are values of lower precision whose
+ * sum is the value. */
 static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs,
                                   const epic_gate_args *gate)
 {

@@ -142,7 +142,7 @@ void shared_wake_slot(const epic_group *group, shared_op_slot *slot);
 void shared_wake_free_slot(const epic_group *group, int rank);
 void shared_wake_all(const epic_group *group);
 
-/* The functions of epic_transport, with its contracts (backend/transport.h). */
+/* The next functions implement epic_transport. backend/transport.h has their contracts. */
 int shared_claim(epic_group *group);
 void shared_announce(epic_group *group, int slot, uint64_t tag, uint64_t sequence,
                      const epic_op_header *header);
