@@ -23,7 +23,7 @@ void liveness_close_socket(int *socket)
 }
 
 /* Copies an IPv4 or IPv6 address to *out. Returns false for other kinds of addresses, and for
- * link-local IPv6 addresses, to which other hosts cannot connect without the name of an
+ * link-local IPv6 addresses, because other hosts can connect to these only with the name of an
  * interface. */
 static bool read_address(const struct sockaddr *from, liveness_address *out)
 {

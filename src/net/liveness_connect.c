@@ -8,8 +8,8 @@
  * and the reply contains the secret of the connecting rank. So both ranks prove that they took
  * part in the bootstrap.
  *
- * Connections without these secrets are closed. Such a connection comes from another program,
- * or from a rank of another group that has reached the wrong machine, because several machines
+ * Connections without these secrets are closed. Such a connection comes from another program or
+ * from a rank of another group. Such a rank can reach the wrong machine if several machines
  * have the same address (for example an address of a container bridge). */
 #include <errno.h>
 #include <poll.h>

@@ -226,8 +226,9 @@ static size_t handle_length(const unsigned char *bytes)
     return length;
 }
 
-/* Opens one more stripe and appends its handle to all->bytes, of which *used bytes are in use.
- * Returns EPIC_ENOTSUP if the handle does not fit. On any error, writes the reason to `why`. */
+/* Opens one more stripe. Appends its handle to all->bytes after the first *used bytes, which
+ * are in use. Returns EPIC_ENOTSUP if the handle does not fit. On any error, writes the reason
+ * to `why`. */
 static epic_result add_stripe(net *n, handle *all, size_t *used, char *why)
 {
     unsigned char mine[NET_HANDLE_BYTES] = {0};
