@@ -77,9 +77,9 @@ static void send_last(members *m, int to, int64_t now)
 }
 
 /* Makes the prepared decision the current generation. If the seat that sent the decision is not
- * a member of the new generation, it may die before it has sent the decision to all seats, and
- * the new generation would not notice its death. So in this case this seat sends the decision
- * to all members now. */
+ * a member of the new generation, it may die before it has sent the decision to all seats. The
+ * new generation would not notice its death. So in this case this seat sends the decision to
+ * all members now. */
 static void enter_generation(members *m, int64_t now)
 {
     const int from = m->decided_by;
