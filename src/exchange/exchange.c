@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Opens and closes operations, compares their op headers (the first message of each rank), and
- * waits with a deadline. To *break the group* means to record a failure of the group, which all
- * later calls of all ranks return. */
+ * waits with a deadline. To *break the group* means to record its failure, so that all later
+ * calls of all ranks return this failure. */
 #include "exchange/exchange.h"
 
 #include <stdio.h>
@@ -134,8 +134,9 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
     return first ? first : context_break(x->ctx, &failure);
 }
 
-/* Returns true if the peers should be checked now, because the last check found a peer gone or
- * was CHECK_NS ago, or because the backend has detected that a peer is gone. */
+/* Returns true if the peers should be checked now. This is so in three cases: the last check
+ * found a peer gone, the last check was at least CHECK_NS ago, or the backend has detected that
+ * a peer is gone. */
 static bool exchange_should_check_peers(const exchange *x, uint64_t now)
 {
     if (x->is_peer_gone || now - x->last_check_ns >= CHECK_NS) return true;

@@ -44,7 +44,8 @@ typedef struct ring_write_time {
     _Atomic bool settled;
 } ring_write_time;
 
-/* An output of a peer in a window, into which this rank may store rows directly. */
+/* An output of a peer. The output is in a window, so this rank may store rows into it
+ * directly. */
 typedef struct window_target {
     /* address in this process; NULL: this rank must not store into the output */
     unsigned char *base;

@@ -73,8 +73,8 @@ enum data_error {
      * or a logical expert has no replica (details: -1, logical expert). */
     DATA_REPLICAS,
     DATA_PLAN, /* The bytes of a plan are damaged. Detail: an enum plan_damage. */
-    /* An element of token_ids, which selects the row of the router's table for a token, is out
-     * of range. Details: token, id, table_rows. */
+    /* An element of token_ids (the row of the router's table for a token) is out of range.
+     * Details: token, id, table_rows. */
     DATA_TOKEN_ID,
     /* An expert id in the router's table is invalid. Details: row, k, id, number of ids. */
     DATA_TABLE,

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Adds windows to a context, and finds outputs in windows.
  *
- * A window has memory on every rank, into which peers store rows directly. Adding a window
- * takes two operations. In the first operation, each rank's op header reports whether its own
- * memory is ready. Then each rank maps the memory of its peers and enters the window in its
- * table. In the second operation, the op header reports whether the mapping succeeded.
+ * A window has memory on every rank, and peers store rows directly into this memory. Adding a
+ * window takes two operations. In the first operation, each rank's op header reports whether
+ * its own memory is ready. Then each rank maps the memory of its peers and enters the window in
+ * its table. In the second operation, the op header reports whether the mapping succeeded.
  *
  * A rank uses the window for its own outputs only after it has received the headers of the
  * second operation from all ranks. So when a later header of this rank contains the window's

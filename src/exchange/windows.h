@@ -19,8 +19,9 @@ void windows_close(epic_context *ctx, bool ours);
 epic_result windows_add(epic_context *ctx, const epic_window_args *args, epic_window_info *out);
 
 /* Returns the *place* of the bytes [data, data + bytes): the index of a window of this rank and
- * an offset in it, packed into one integer, which this rank sends to its peers in an op header.
- * Returns 0 if the bytes are not in one window, or if peers cannot store into the window. */
+ * an offset in it, packed into one integer. This rank sends the integer to its peers in an op
+ * header. Returns 0 if the bytes are not in one window, or if peers cannot store into the
+ * window. */
 int64_t window_place(epic_context *ctx, const void *data, int64_t bytes);
 
 static inline void op_header_set_window(epic_op_header *header, epic_context *ctx,
