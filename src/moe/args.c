@@ -164,8 +164,8 @@ static epic_result check_device_support(const moe_job *j)
 }
 
 /* With EPIC_INVARIANT on a device, checks that all arrays are aligned to 16 bytes. For arrays
- * that are not aligned, EPIC would use kernels without tensor cores, whose results have
- * different bits. */
+ * that are not aligned, EPIC would use kernels without tensor cores, and the bits of the
+ * results would differ. */
 static epic_result check_alignment(const moe_job *j, const void *y, const char *y_name)
 {
     const epic_moe_weights *w = &j->weights;
@@ -233,9 +233,9 @@ static epic_result check_loss_type(const moe_job *j, uint32_t type)
                      type);
 }
 
-/* Checks that no rank owns more than num_local_experts experts, which is the number of elements
- * of expert_rows. epic_plan later checks the ranks in rank_of_expert, so that all ranks return
- * the error. */
+/* Checks that no rank owns more than num_local_experts experts, because expert_rows has only
+ * this many elements. epic_plan later checks the ranks in rank_of_expert, so that all ranks
+ * return the error. */
 static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expert)
 {
     const uint32_t experts = j->layer.num_experts, ranks = (uint32_t)j->ctx->num_ranks;

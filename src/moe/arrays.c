@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks the alignment of all arrays of a call of the layer, and that no output overlaps
- * another array. The layer makes these checks before its first operation, when no peer waits
- * for this rank yet. */
+/* Checks that all arrays of a layer's call are aligned, and that no output overlaps another
+ * array. The layer makes these checks before its first operation, when no peer waits for this
+ * rank yet. */
 #include "base/arrays.h"
 #include "moe/args.h"
 #include "rules/convert.h"

@@ -257,8 +257,8 @@ static void set_batch(moe_job *j)
 }
 
 /* Reads the configuration of a layer (moe.h). In a float64 layer, replaces EPIC_WEIGHT_LATE by
- * EPIC_WEIGHT_EARLY: the experts then multiply by the weights instead of combine, which
- * supports only float32 weights. */
+ * EPIC_WEIGHT_EARLY: then the experts multiply by the weights instead of combine, because
+ * combine supports only float32 weights. */
 epic_result moe_read_config(moe_job *j, const epic_config *config, int32_t num_members,
                             const epic_moe *moe, size_t size, int64_t tokens)
 {

@@ -34,9 +34,9 @@ typedef struct dense_part {
     bool is_computed;
 } dense_part;
 
-/* Number of parts of a row of work.dense_grads. The first GATE_PARTS parts are the gradients of
- * the gate and the router, and padding. The other parts are the gradients of the shared expert,
- * and padding. */
+/* A row of work.dense_grads has DENSE_PARTS parts. The first GATE_PARTS parts are the gradients
+ * of the gate and the router, and padding. The other parts are the gradients of the shared
+ * expert, and padding. */
 enum { DENSE_PARTS = 10, GATE_PARTS = 4 };
 
 /* Lists the gradients in a row of work.dense_grads, in the order of dense_grad_offsets. A
@@ -268,9 +268,9 @@ static epic_result shared_block_backward(moe_job *j, const epic_moe_backward_arg
     return wanted ? add_local_d_x(j, &tokens, rows) : EPIC_OK;
 }
 
-/* Computes the gradients of the shared expert for the blocks in `range`, adds them in a binary
- * tree, and writes the sum to row range->level of work.dense_grads. May overwrite the rows
- * after this row. */
+/* Computes the gradients of the shared expert for the blocks in `range`. Adds the gradients in
+ * a binary tree, and writes the sum to row range->level of work.dense_grads. May overwrite the
+ * rows after this row. */
 static epic_result shared_tree_backward(moe_job *j, const epic_moe_backward_args *a,
                                         const dense_part parts[DENSE_PARTS],
                                         const block_range *range, int64_t begin)
@@ -336,9 +336,9 @@ static epic_result batch_backward(moe_job *j, const epic_moe_backward_args *a,
     return gate_backward(j, range, &batch, d_x ? d_x + batch.first * j->row_bytes : NULL, to);
 }
 
-/* Computes the gradients of the gate and the shared expert for the blocks in `range`, adds them
- * in a binary tree, and writes the sum to row range->level of work.dense_grads. May overwrite
- * the rows after this row. */
+/* Computes the gradients of the gate and the shared expert for the blocks in `range`. Adds the
+ * gradients in a binary tree, and writes the sum to row range->level of work.dense_grads. May
+ * overwrite the rows after this row. */
 static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a,
                                    const dense_part parts[DENSE_PARTS],
                                    const block_range *range)

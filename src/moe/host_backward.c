@@ -113,7 +113,7 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
 }
 
 /* Computes the gradients of the gate and the shared expert for `count` blocks, starting at
- * block `first`, adds them in a binary tree, and writes the sum to row `level` of
+ * block `first`. Adds the gradients in a binary tree, and writes the sum to row `level` of
  * work.dense_grads. May overwrite the rows after this row. */
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)

@@ -54,8 +54,8 @@ uint32_t moe_padding_flag(const moe_job *j);
  * each row. In a float64 layer the float32 is k, the index of the choice among the token's
  * top_k choices, and the scales are the token's top_k float64 weights. The receiver selects
  * weight k for each slot. For the gradients of the weights, the receiver makes a row of top_k
- * elements for each slot, with the gradient at index k and zeros elsewhere, and combine adds
- * these rows for each token.
+ * elements for each slot, with the gradient at index k and zeros elsewhere. Combine adds these
+ * rows for each token.
  *
  * moe_attach_f64_weights() sets the arrays for k and for the weights in *how, the arguments of
  * dispatch. */
