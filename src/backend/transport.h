@@ -47,8 +47,8 @@ typedef struct epic_op_header {
      * all-reduce. If the data is small enough on every rank, it is sent in this array instead
      * of a flow. */
     unsigned char bytes[OP_PAYLOAD_BYTES];
-    /* Options of the layer (exchange/layer_options.h), whose hashes are in `common`. Peers read
-     * them only if the hashes differ, to report the option that differs. */
+    /* Options of the layer (exchange/layer_options.h). Hashes of the options are in `common`.
+     * Peers read the options only if the hashes differ, to report the option that differs. */
     uint32_t options[60];
 } epic_op_header;
 
@@ -92,7 +92,7 @@ typedef struct epic_window_memory {
     uint64_t attempt;
     void *data;    /* NULL: the backend allocates the memory */
     int64_t bytes; /* size of the memory; above 0 */
-    int fd;        /* descriptor of the file of which `data` is a mapping; -1: none */
+    int fd;        /* descriptor of the file that is mapped at `data`; -1: none */
     int64_t fd_offset;
 } epic_window_memory;
 
@@ -178,9 +178,9 @@ typedef struct epic_transport {
      * released before they arrive. */
     void (*drop)(epic_group *group, int op_slot, int from, int64_t upto);
 
-    /* Ends the exchange on this rank and releases its op slot, which becomes free when no peer
-     * reads it any more. Unless the group has failed, this rank must have sent and dropped all
-     * entries of its flows. */
+    /* Ends the exchange on this rank and releases its op slot. The slot becomes free when no
+     * peer reads it any more. Unless the group has failed, this rank must have sent and dropped
+     * all entries of its flows. */
     void (*finish)(epic_group *group, int op_slot);
 
     /* Sleeps until one of the functions above may return another result for this op slot, until

@@ -17,8 +17,8 @@ typedef struct hosts_env {
     const net_engine *engine;
     hosts_memory memory;
     /* value of EPIC_NET_RELAY. true: if several ranks of a host need a row, the row is sent
-     * over the net once, to one rank of that host (the relay), which forwards it to the other
-     * ranks */
+     * over the net once, to one rank of that host (the relay). The relay forwards the row to
+     * the other ranks */
     bool relays;
     net_rdma rdma; /* value of EPIC_NET_RDMA: how puts are sent (net.h) */
     /* EPIC_NET_WINDOW: number of tokens that a kernel sends before it receives a token */

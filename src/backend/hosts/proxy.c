@@ -40,8 +40,8 @@
  * is posted later. */
 #define MAX_URGENT_IN_FLIGHT 16
 #define MAX_BYTES_IN_FLIGHT (2u << 20)
-/* An urgent batch that needs more than this many puts is not posted yet, because pieces that
- * arrive later may fill the gaps between its ranges, so that fewer puts are needed. */
+/* An urgent batch that needs more than this many puts is not posted yet. Pieces that arrive
+ * later may fill the gaps between its ranges, and then fewer puts are needed. */
 #define URGENT_MAX_PUTS 4
 /* an urgent batch stops waiting for pieces when no urgent piece has been read for this long */
 #define URGENT_QUIET_US 5

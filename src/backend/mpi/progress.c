@@ -75,8 +75,8 @@ void progress_break_group(epic_group *group, const epic_failure_info *failure)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* Polls the sends and receives of an op slot. Increments num_events, which ends a wait, for
- * each message with rows that has arrived and, if the op slot waits for room, for each finished
+/* Polls the sends and receives of an op slot. To end a wait, increments num_events for each
+ * message with rows that has arrived and, if the op slot waits for room, for each finished
  * send. */
 static void poll_slot(epic_group *group, op_slot *slot)
 {

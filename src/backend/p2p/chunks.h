@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Memory of CUDA's virtual memory API (cuMemCreate, cuMemMap), which windows may use. With this
- * API, a program reserves addresses and maps allocations at these addresses. Several
- * allocations that are mapped one after another look like one array. torch does this with
- * expandable segments. A *chunk* is the part of such an array that one cuMemMap() has
- * mapped. */
+/* Windows may use memory of CUDA's virtual memory API (cuMemCreate, cuMemMap). With this API, a
+ * program reserves addresses and maps allocations at these addresses. Several allocations that
+ * are mapped one after another look like one array. torch does this with expandable segments. A
+ * *chunk* is the part of such an array that one cuMemMap() has mapped. */
 #ifndef EPIC_P2P_CHUNKS_H
 #define EPIC_P2P_CHUNKS_H
 

@@ -379,9 +379,9 @@ static epic_result bias_gradient_of_blocks(const epic_group *g, const p2p_slabs 
 }
 
 /* Computes the gradients of w_gate and b_gate for each of several blocks of tokens, and adds
- * them in a tree. The result has the same bits as calls with one block each, because
- * has_components(), the number of slices and the order of all sums do not depend on the number
- * of blocks in a call. */
+ * them in a tree. has_components(), the number of slices and the order of all sums do not
+ * depend on the number of blocks in a call. So the result has the same bits as calls with one
+ * block each. */
 static epic_result gradients_of_blocks(const epic_group *g, const p2p_gemm *weight,
                                        const epic_gate_args *gate)
 {

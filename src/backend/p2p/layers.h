@@ -7,8 +7,8 @@
 #include "backend/p2p/p2p.h"
 
 /* A signature is a hash of the arguments that must be equal on all ranks. Each rank sends a
- * word to its peers, whose kernels compare the words. The word contains the operation in its
- * highest 4 bits, then the highest 28 bits of the hash. */
+ * word to its peers, and the kernels of the peers compare the words. The word contains the
+ * operation in its highest 4 bits, then the highest 28 bits of the hash. */
 typedef struct signature {
     uint64_t hash;
 } signature;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Messages between the ranks of a group, for epic_regroup, which decides who is in the next
- * *generation* (the group between two changes of its members). Each rank receives messages in
- * memory that follows its heap. This memory has a ring of 8 messages for each sender. The
- * copy engines of the GPU move the messages, so the messages arrive while kernels occupy all
- * SMs. */
+/* Messages between the ranks of a group. With these messages epic_regroup decides which ranks
+ * are in the next *generation* (the group between two changes of its members). Each rank
+ * receives messages in memory that follows its heap. This memory has a ring of 8 messages for
+ * each sender. The copy engines of the GPU move the messages, so the messages arrive while
+ * kernels occupy all SMs. */
 #ifndef EPIC_P2P_MAILBOX_H
 #define EPIC_P2P_MAILBOX_H
 

@@ -37,7 +37,7 @@ typedef struct chunk {
     uint8_t data[CHUNK_BYTES - 32];
 } chunk;
 
-/* The state of a bootstrap, to which epic_bootstrap.self points. */
+/* The state of a bootstrap; epic_bootstrap.self points to it. */
 typedef struct nccl_bootstrap {
     nccl_functions nccl;
     struct ncclComm *comm;

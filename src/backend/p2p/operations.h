@@ -36,8 +36,8 @@ static inline bool p2p_is_aligned(epic_const_rows rows)
     return (uintptr_t)rows.data % 16 == 0 && rows.row_bytes % 16 == 0;
 }
 
-/* Checks that a row fits into the staging memory of this group, into which peers send rows. The
- * error text calls the rows `name`. Errors: EPIC_EINVAL. */
+/* Checks that a row fits into this group's staging memory (the memory into which peers send
+ * rows). The error text calls the rows `name`. Errors: EPIC_EINVAL. */
 epic_result p2p_check_row(const epic_group *group, const char *name, int64_t row_bytes);
 
 /* Returns whether the rows of all tokens fit into the staging memory at once. If not, an
@@ -50,8 +50,8 @@ bool p2p_fits_staging(const epic_group *group, int64_t row_bytes);
  * of their host) must also be off. */
 bool p2p_can_use_lowlat(const epic_group *group);
 
-/* Returns whether an operation of this rank, with num_tokens tokens, uses a low-latency kernel,
- * which supports at most `most` tokens. Some ranks may use such a kernel and others not,
+/* Returns whether an operation with num_tokens tokens on this rank uses a low-latency kernel.
+ * The kernel supports at most `most` tokens. Some ranks may use such a kernel and others not,
  * because all kernels send and receive rows in the same format. */
 bool p2p_fits_lowlat(const epic_group *group, const epic_layer *layer, int32_t num_tokens,
                      int32_t most, int64_t row_bytes);

@@ -21,7 +21,7 @@
 typedef struct p2p_watch p2p_watch; /* thread that detects when the process of a peer exits */
 typedef struct hosts_part hosts_part;
 
-typedef struct p2p_gpu { /* facts about a rank's GPU, which each rank sends to all ranks */
+typedef struct p2p_gpu { /* data about a rank's GPU; the rank sends it to all ranks */
     int32_t device_sms;
     /* number of SMs of the GPU in use by other contexts of the rank's process */
     int32_t taken_sms;
@@ -194,7 +194,7 @@ static inline bool p2p_is_dead(const epic_group *group, int peer)
     return __atomic_load_n(&group->status->dead[peer / 32], __ATOMIC_ACQUIRE) >> peer % 32 & 1;
 }
 
-/* Sets the bit of a peer that has died in status->dead, which running kernels read. */
+/* Sets the bit of a dead peer in status->dead. Running kernels read these bits. */
 static inline void p2p_mark_dead(p2p_status *status, int peer)
 {
     __atomic_fetch_or(&status->dead[peer / 32], 1u << peer % 32, __ATOMIC_RELEASE);

@@ -116,7 +116,7 @@ static uint32_t find_gone(epic_group *g)
     return ranks;
 }
 
-/* Sends `mine` to all ranks, and waits for the messages of all ranks, which it stores in `all`.
+/* Sends `mine` to all ranks, waits for the messages of all ranks, and stores them in `all`.
  * Errors: EPIC_ETIMEOUT, EPIC_EPEER, EPIC_EDEVICE. */
 static epic_result exchange_messages(epic_group *g, struct p2p_windows *w,
                                      p2p_window_message *mine, p2p_window_message *all,
@@ -284,7 +284,7 @@ static epic_result exchange_chunks(epic_group *g, struct p2p_windows *w, p2p_win
 
 /* ------------------------------------------------------------------------------ memory ---- */
 
-/* Writes the addresses of all ranks' memory into row `number` of the table, which kernels read.
+/* Writes the addresses of all ranks' memory into row `number` of the table that kernels read.
  * If `mapped` is NULL, clears the row. */
 static epic_result fill_table(epic_group *g, struct p2p_windows *w, int number,
                               const p2p_mapped_window *mapped)

@@ -45,8 +45,8 @@ static void raise_num_used_slots(shared_rank_state *head, uint32_t count)
 }
 
 /* Resets the counters of the slot for one peer. For a vacant seat (a rank that has left the
- * group), sets the counters as if the peer had read every entry and finished the exchange, so
- * that code that looks for the slowest peer need not skip vacant seats. */
+ * group), sets the counters as if the peer had read every entry and finished the exchange. So
+ * code that looks for the slowest peer need not skip vacant seats. */
 static void reset_counters(const epic_group *g, shared_op_slot *slot, int peer,
                            uint64_t version)
 {

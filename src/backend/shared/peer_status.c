@@ -9,10 +9,10 @@
 
 #define GRACE_NS 100000000
 
-/* Returns whether the heartbeat in `wait` is recent, which shows that the rank still waits. A
- * waiting rank renews its heartbeat at least every slice_ns. A heartbeat counts as recent if it
- * is at most 2.5 slice_ns or GRACE_NS old, whichever is longer, because on a busy machine the
- * rank may have to wait for a core. */
+/* Returns whether the heartbeat in `wait` is recent. A recent heartbeat shows that the rank
+ * still waits. A waiting rank renews its heartbeat at least every slice_ns. A heartbeat counts
+ * as recent if it is at most 2.5 slice_ns or GRACE_NS old, whichever is longer, because on a
+ * busy machine the rank may have to wait for a core. */
 static bool is_fresh(const epic_group *g, const shared_wait *wait)
 {
     const int64_t heartbeat = load_acquire(&wait->heartbeat_ns), now = clock_ns();

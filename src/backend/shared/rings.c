@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rings in the segment (shared memory), through which a rank (the writer) sends rows to one
+/* Rings in the segment (shared memory). Through a ring, a rank (the writer) sends rows to one
  * peer or to all peers (the readers). shared.h explains broadcast rings and peer rings.
  *
  * Memory order: the writer stores `sent` after the bytes of the entries, and the reader loads

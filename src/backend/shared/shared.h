@@ -51,7 +51,7 @@ typedef struct peer_link {
     int64_t sent; /* how many entries of this flow were sent to the peer */
 } peer_link;
 
-/* This rank's private state of one of its op slots. One thread at a time uses it, except that
+/* This rank's private state for one of its op slots. One thread at a time uses it, except that
  * any thread may test `claimed`. */
 typedef struct shared_exchange {
     _Atomic bool claimed;
@@ -184,7 +184,7 @@ static inline shared_op_slot *shared_op_slot_of(const epic_group *group, int ran
                               l->slot_at);
 }
 
-/* Returns the broadcast ring of a rank's op slot, which all its peers read. */
+/* Returns the broadcast ring of a rank's op slot. All peers of the rank read this ring. */
 static inline char *shared_broadcast_ring(const epic_group *group, int rank, int slot)
 {
     const shared_layout *l = &group->layout;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Changes the members of a group of processes. A *generation* is the group between two changes
  * of its members. This file has the messages of epic_regroup over the connections, and the
- * shared memory of the next generation, whose descriptor travels with these messages. */
+ * shared memory of the next generation. The descriptor of that memory is sent with these
+ * messages. */
 #ifndef EPIC_SHM_GENERATIONS_H
 #define EPIC_SHM_GENERATIONS_H
 

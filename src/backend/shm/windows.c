@@ -21,8 +21,9 @@
 
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
-/* The handle of a window (WINDOW_HANDLE_BYTES bytes), which a rank sends to its peers in its op
- * header. It says where the window begins in the file whose descriptor the rank has sent. */
+/* A rank sends this handle of a window (WINDOW_HANDLE_BYTES bytes) to its peers in its op
+ * header. The handle contains the offset at which the window begins in the file whose
+ * descriptor the rank has sent. */
 typedef struct shm_handle {
     int64_t fd_offset;
     int64_t reserved;
