@@ -46,7 +46,7 @@ static inline int liveness_rank_of(const net_liveness *l, int host)
     return host * l->setup.ranks_per_host + l->setup.rail;
 }
 
-/* Writes the addresses of this host's network interfaces that are up to `out`, loopback
+/* Writes to `out` the addresses of those network interfaces of this host that are up, loopback
  * addresses last. `interface` is the name of the only interface to use, or NULL to use all.
  * Returns the number of addresses. */
 int liveness_find_addresses(liveness_address out[LIVENESS_MAX_ADDRESSES],

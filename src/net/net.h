@@ -73,7 +73,7 @@ typedef struct net_setup {
 /* The functions of an engine. A library exports one object of this type, epic_net_NAME. */
 typedef struct net_engine {
     const char *name;
-    /* Put size in bytes with which the engine is fastest, from 2 KB to 512 KB. */
+    /* The engine is fastest with puts of this size in bytes (from 2 KB to 512 KB). */
     uint32_t preferred_bytes;
 
     /* Returns true if this host can open a net of this engine. If not, writes the reason to
@@ -118,7 +118,7 @@ typedef struct net_engine {
      * never detect this, so liveness connections (liveness.h) watch the peers too. */
     bool (*is_gone)(const net *n, int host);
 
-    /* Writes one line of at most `size` bytes about the networks of this net to `to`. */
+    /* Writes to `to` one line of at most `size` bytes about the networks of this net. */
     void (*describe)(const net *n, char *to, size_t size);
 
     /* Sends the accepted puts, then closes the net. If peers do not respond, closes the net

@@ -50,7 +50,7 @@ bool ucx_can_reach(ucp_ep_h endpoint, uint64_t own, uint64_t theirs);
 /* Returns the memory domains of a packed key as a bit mask, or 0 if unknown. */
 uint64_t ucx_domains(const void *key, size_t bytes);
 
-/* Writes the networks of an endpoint to `to`, for example ", tcp/eth0 by messages" if `method`
+/* Writes to `to` the networks of an endpoint, for example ", tcp/eth0 by messages" if `method`
  * is "messages". Returns the length of the text, as snprintf does. */
 int ucx_describe_networks(ucp_ep_h endpoint, char *to, size_t size, const char *method);
 

@@ -14,7 +14,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Writes the next network in `text`, such as "tcp/eth0", to `to`. Returns the text after this
+/* Writes to `to` the next network in `text`, such as "tcp/eth0". Returns the text after this
  * network, or NULL if there are no more networks. */
 static inline const char *networks_next(const char *text, char *to, size_t size)
 {

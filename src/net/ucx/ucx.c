@@ -72,7 +72,7 @@ typedef struct handle {
 } handle;
 _Static_assert(sizeof(handle) == NET_HANDLE_BYTES, "a handle is what the bootstrap carries");
 
-/* Writes the name `what` of the call that failed, and its status, to `why`. Returns the
+/* Writes to `why` the name `what` of the call that failed, and its status. Returns the
  * epic_result for this status. */
 static epic_result fail_with_status(char *why, const char *what, ucs_status_t status)
 {
@@ -363,8 +363,8 @@ static int ucx_progress(net *n)
     return (int)moved;
 }
 
-/* Implements net_engine.is_done. If the peer is gone, later puts are dropped, so returns true
- * for any `count` as soon as nothing is in flight. */
+/* Implements net_engine.is_done. If the peer is gone, later puts are dropped, so this function
+ * returns true for any `count` as soon as nothing is in flight. */
 static bool ucx_is_done(const net *n, int host, uint64_t count)
 {
     const peer *p = &n->peers[host];
