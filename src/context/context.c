@@ -49,8 +49,7 @@ void context_mend(epic_context *ctx)
     pthread_mutex_unlock(&ctx->mutex);
 }
 
-/* If the group has failed, writes the failure that the backend reports to *failure and returns
- * true. */
+/* If the group has failed, copies the failure from the backend to *failure and returns true. */
 static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
 {
     const epic_backend *backend = ctx->backend;

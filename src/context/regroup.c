@@ -210,8 +210,8 @@ static seat_set find_gone(const epic_context *ctx)
     return gone;
 }
 
-/* Receives a message and returns true. If no message has arrived, reports members that have
- * closed or died to the state machine, and returns false. A member may have sent messages
+/* Receives a message and returns true. If no message has arrived, reports to the state machine
+ * the members that have closed or died, and returns false. A member may have sent messages
  * before it died, and among them may be a decision, which counts. So this function looks for
  * messages once more after it has found a death, and reports the death only if no message has
  * arrived. */
