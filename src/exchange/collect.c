@@ -62,8 +62,8 @@ static bool collect_send(collect_state *g)
 }
 
 /* Sets x->rows[r] to the entry of each contributing rank r for the next piece. Returns true if
- * all these entries have arrived. If not, adds each rank whose entry is missing to
- * x->waits_for. */
+ * all these entries have arrived. If not, adds to x->waits_for each rank whose entry is
+ * missing. */
 static bool collect_find_rows(collect_state *g)
 {
     exchange *x = g->x;

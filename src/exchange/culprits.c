@@ -67,7 +67,7 @@ static void follow_waits(exchange *x, uint64_t *ends)
     }
 }
 
-/* Copies those ranks of `from` that are furthest behind to `culprits`: the ranks that have not
+/* Copies to `culprits` those ranks of `from` that are furthest behind: the ranks that have not
  * sent their op headers for this exchange or, if all have sent them, the ranks in the lowest
  * phase. */
 static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *culprits)

@@ -14,8 +14,8 @@ void format_ranks(char *out, size_t size, const uint64_t *ranks);
  * peers. */
 bool has_peer_finished(const exchange *x, const epic_peer_status *status);
 
-/* Sets the bits of the culprits in `culprits`, and writes an error text with the status of up
- * to four culprits to `sentence`. Starts with the ranks for which x waits, and continues with
+/* Sets the bits of the culprits in `culprits`, and writes to `sentence` an error text with the
+ * status of up to four culprits. Starts with the ranks for which x waits, and continues with
  * the ranks for which those ranks wait, until it finds ranks that do not wait. Of the ranks
  * that do not wait, those that are furthest behind are the culprits. */
 void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size);

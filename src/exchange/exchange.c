@@ -191,8 +191,8 @@ static epic_result exchange_report_timeout(exchange *x)
     return exchange_break_group(x, EPIC_ETIMEOUT, culprits, sentence);
 }
 
-/* Adds the time since `start`, without the time in which this process was suspended, to the
- * waiting time that is recorded for each rank in x->waits_for. */
+/* For each rank in x->waits_for, adds the time since `start` to the recorded waiting time. Does
+ * not include the time in which this process was suspended. */
 static void exchange_count_wait(exchange *x, uint64_t start)
 {
     const uint64_t end = now_ns();

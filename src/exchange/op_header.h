@@ -42,8 +42,8 @@ enum { /* elements of epic_op_header.common */
 enum { /* elements of epic_op_header.local */
        LOCAL_TOKENS,
        LOCAL_CAPACITY,
-       /* number of rows of the caller's array with one row per slot; in EPIC_OP_WINDOW: size in
-        * bytes */
+       /* number of rows of the caller's array that has one row per slot; in EPIC_OP_WINDOW:
+        * size of the window in bytes */
        LOCAL_ROWS,
        LOCAL_NEEDED_ROWS, /* number of slots that the plan uses */
        /* result of dispatch_signature() for the dispatch that follows this plan in the same
@@ -80,7 +80,8 @@ enum data_error {
     DATA_TABLE,
     /* A forced expert id (topk_idx_in) is invalid. Details: token, k, id, number of ids. */
     DATA_FORCED,
-    /* `saved` of epic_moe_backward is from a forward that failed or never ran. No details. */
+    /* The forward call that should have written `saved` of epic_moe_backward failed or never
+     * ran. No details. */
     DATA_SAVED,
     /* A part of the argument `saved` is damaged. Details: an enum saved_part, index, value. */
     DATA_SAVED_PART,

@@ -31,8 +31,8 @@ static inline void op_header_set_window(epic_op_header *header, epic_context *ct
     header->local[LOCAL_WINDOWS + which] = window_place(ctx, data, bytes);
 }
 
-/* Called before a flow that may store into windows of peers. Writes the addresses of the peers'
- * outputs that are in windows to x->targets. Returns false if no output of a peer is in a
+/* Called before a flow that may store into windows of peers. Writes to x->targets the addresses
+ * of the peers' outputs that are in windows. Returns false if no output of a peer is in a
  * window. If it returns true, the caller must call windows_end_stores() after the flow. */
 bool windows_begin_stores(exchange *x);
 void windows_end_stores(exchange *x);
