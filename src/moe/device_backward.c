@@ -245,8 +245,8 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_blo
                       (to->flags & EPIC_ACCUMULATE) != 0, j->work.gate);
 }
 
-/* Adds the parts of d_x that come from the zero-experts and from the shared expert's gate to
- * `rows` (rows of work.shared_y). `rows` already contains the part of the shared expert, if
+/* Adds to `rows` (rows of work.shared_y) the parts of d_x that come from the zero-experts and
+ * from the shared expert's gate. `rows` already contains the part of the shared expert, if
  * there is one. */
 static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens, void *rows)
 {
@@ -310,8 +310,8 @@ static epic_result gate_backward(moe_job *j, const block_range *range, const tok
 }
 
 /* Runs the stages of backward for a batch. Writes the gradients of the gate to the addresses in
- * `to`. If the batch is one block, also writes the gradients of the shared expert to `to`. If
- * not, writes the gradients of the shared expert to row range->level of work.dense_grads.
+ * *to. If the batch is one block, writes the gradients of the shared expert to the addresses in
+ * *to, too. If not, writes them to row range->level of work.dense_grads.
  *
  * Each stage handles all tokens or blocks of the batch with one launch. Only the shared
  * expert's backward runs block by block, because its gradients are large. */
