@@ -71,7 +71,8 @@ typedef struct epic_backend {
      * the parent and its peers. NULL: the child keeps its copy until it exits. */
     void (*forget)(epic_group *group);
 
-    /* Writes the memory that join allocates for one rank to *out. *config has all defaults. */
+    /* Writes to *out how much memory join allocates for one rank. *config has all defaults
+     * filled in. */
     void (*memory)(const epic_config *config, epic_memory_info *out);
 
     /* Returns whether `from` is in the memory of this backend's devices. If so, copies `bytes`

@@ -127,7 +127,7 @@ typedef struct epic_ops {
     epic_result (*gate_forward)(epic_group *, const epic_gate_args *);
     epic_result (*gate_backward)(epic_group *, const epic_gate_args *);
 
-    /* Copies the expert ids of the choices of all tokens to `to` [tokens, top_k]. Replaces each
+    /* Copies to `to` [tokens, top_k] the expert id of each choice of each token. Replaces each
      * id of a zero-expert (an expert whose output is its input) by -1. */
     epic_result (*mask_zero_experts)(epic_group *, epic_stream, const layer_tokens *,
                                      int32_t *to);

@@ -219,8 +219,8 @@ typedef struct epic_transport {
     /* Sets the seats of the group that have a member. Called on all members, before the first
      * operation. The other seats are vacant from then on: their ranks have left the group, and
      * no function above waits for them. op_header(), room(), send(), entry() and drop() are not
-     * called for a vacant seat, and the number of its entries in the flow of a peer ring is 0.
-     * NULL: the backend does not support vacant seats. */
+     * called for a vacant seat, and a flow through peer rings has 0 entries for it. NULL: the
+     * backend does not support vacant seats. */
     void (*set_members)(epic_group *group, const seat_set *members);
 
     /* Returns the number of bytes of headers and entries that this rank has sent. For tests. */

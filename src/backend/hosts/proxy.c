@@ -146,7 +146,7 @@ static bool post_put(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
     return true;
 }
 
-/* Adds a piece that a kernel has posted to the batcher. */
+/* Adds to the batcher a piece that a kernel has posted. */
 static void read_piece(hosts_proxy *p, int host, uint64_t entry)
 {
     const uint64_t word = P2P_ENTRY_WORD(entry);
@@ -305,7 +305,7 @@ static void send_state(hosts_proxy *p)
 }
 
 /* Advances the message to one host: posts a requested message when no other put to the host is
- * in flight, and marks it as idle when its put is done. */
+ * in flight, and marks the message as idle when its put is done. */
 static void progress_message(hosts_proxy *p, int host)
 {
     message *m = &p->messages[host];

@@ -87,8 +87,8 @@ epic_result p2p_chunk_send(int socket, int to, const char name[8],
         to, strerror(errno));
 }
 
-/* Copies the descriptors that arrived with a message to `chunks`, and the id of the process
- * that sent it to *pid. */
+/* Copies to `chunks` the descriptors that arrived with a message. Sets *pid to the id of the
+ * process that sent the message. */
 static void read_control(struct msghdr *message, p2p_exported_chunks *chunks, int64_t *pid)
 {
     for (struct cmsghdr *c = CMSG_FIRSTHDR(message); c; c = CMSG_NXTHDR(message, c)) {

@@ -54,7 +54,7 @@ static int name_ranks(char *to, size_t size, uint32_t ranks)
     return n;
 }
 
-/* Copies the error text that an aborting peer has stored in this rank's heap to `why`. If no
+/* Copies to `why` the error text that an aborting peer has stored in this rank's heap. If no
  * peer has stored a text, sets `why` to "". */
 static void read_why(const epic_group *group, char *why, size_t size)
 {

@@ -57,8 +57,8 @@ static epic_result check_pool(const epic_group *g, const void *data)
                      data);
 }
 
-/* If there are other processes, writes the IPC handle of an allocation of cudaMalloc to
- * *message. In one process no handle is needed, because other devices can access such memory
+/* If there are other processes, writes to *message the IPC handle of an allocation of
+ * cudaMalloc. In one process no handle is needed, because other devices can access such memory
  * (p2p_heap_connect). */
 static epic_result export_allocation(const epic_group *g, const void *data,
                                      p2p_window_message *message)

@@ -64,8 +64,8 @@ static int64_t message_at(const epic_group *g, uint64_t sequence, int rank)
                (int64_t)sizeof(p2p_window_message);
 }
 
-/* Copies the messages that ranks have sent in exchange `sequence` from this rank's heap to
- * `all` [num_ranks]. */
+/* Copies from this rank's heap to `all` [num_ranks] the messages that ranks have sent in
+ * exchange `sequence`. */
 static epic_result read_messages(const epic_group *g, uint64_t sequence,
                                  p2p_window_message *all)
 {

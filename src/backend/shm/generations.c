@@ -29,7 +29,8 @@
 /* A message of epic_regroup, in the form in which it is sent over a connection. */
 typedef struct frame {
     uint64_t magic;
-    /* the descriptor of this message is for the memory of this generation; 0: no descriptor */
+    /* id of a generation; the message carries a descriptor of this generation's memory. 0: no
+     * descriptor */
     uint64_t group_id;
     unsigned char message[REGROUP_MESSAGE_BYTES];
 } frame;
