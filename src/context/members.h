@@ -5,8 +5,8 @@
  * generation is a period in which the members (the seats that are not vacant) stay the same.
  * This file is a pure state machine: the caller passes in messages, deaths and the time, and
  * the machine sends messages through `send`. It has no threads, locks or memory of its own, so
- * tests and a model checker can try all orders of events. epic_regroup (src/context/regroup.c) runs the
- * machine over the messages of a transport. */
+ * tests and a model checker can try all orders of events. epic_regroup (src/context/regroup.c)
+ * runs the machine over the messages of a transport. */
 #ifndef EPIC_MEMBERS_H
 #define EPIC_MEMBERS_H
 
