@@ -33,7 +33,7 @@ typedef enum choice_list {
 } choice_list;
 
 /* The names of each choice_list, separated by spaces, in the order of the enum's values in
- * epic.h. Not an array of pointers, which would need relocations when the library is loaded. */
+ * epic.h. An array of pointers would need relocations when the library is loaded. */
 static const char choices[][72] = {
     [SCORES] = "softmax sigmoid sqrtsoftplus logits",
     [GROUP_SCORES] = "max sum",
