@@ -77,8 +77,8 @@ static bool poll_words(epic_group *g)
            cudaStreamSynchronize(g->side) == cudaSuccess;
 }
 
-/* Reads the oldest unread message from rank `from` that no later message has overwritten.
- * Returns false if there is none. */
+/* Reads a message from rank `from`: the oldest one that is unread and that no later message has
+ * overwritten. Returns false if there is none. */
 static bool read_message(epic_group *g, int from, void *message, size_t bytes)
 {
     const uint64_t sent = g->mailbox.words[from].sent;

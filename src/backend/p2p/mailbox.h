@@ -13,8 +13,8 @@
  * group cannot change. */
 int64_t p2p_mailbox_bytes(int64_t num_ranks);
 
-/* Clears the memory for messages that follows this rank's new heap. Enqueues the work on the
- * stream `side`. */
+/* Clears the memory for messages, which begins after this rank's new heap. Enqueues the work on
+ * the stream `side`. */
 epic_result p2p_mailbox_clear(epic_group *group);
 
 /* Sends a message to another rank. The message is lost if the other rank does not read it

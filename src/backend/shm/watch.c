@@ -51,9 +51,9 @@ static watched choose_ranks(const epic_group *g)
     return chosen;
 }
 
-/* Chooses the ranks to watch, and writes the descriptors to poll to `polls` [1 + 2 *
- * NUM_WATCHED]. Returns the number of descriptors, or 0 if the watcher must return. The caller
- * holds the mutex. */
+/* Chooses the ranks to watch, and writes to `polls` [1 + 2 * NUM_WATCHED] the descriptors that
+ * the thread must poll. Returns the number of descriptors, or 0 if the watcher must return. The
+ * caller holds the mutex. */
 static nfds_t list_polls(shm_watch *w, struct pollfd *polls)
 {
     const shm_connections *c = w->group->backend_data;
