@@ -23,6 +23,7 @@ test-vllm:
 	@echo "== vLLM"
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build) --target epic epic_torch
+	@$(call BUILD,build) --target epic_mpi >build/vllm-mpi.log 2>&1 || echo "left out: MPI (build/vllm-mpi.log)"
 	@tests/vllm/run.sh build
 
 # Targets for a machine with GPUs. They use the torch of GPU_PYTHON (python3).  If EPIC_LIBRARY_PATH is set, the

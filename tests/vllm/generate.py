@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -117,8 +118,7 @@ def generate_rank(job: Job, rank: int) -> list[Result]:
 
 
 def run_rank(job: Job, rank: int, port: int, out: Path) -> None:
-    """Write the results of a rank as JSON; the body of a process."""
-    os.setpgid(0, 0)
+    """Write the results of a rank as JSON, and its log next to them."""
     with out.with_suffix(".log").open("w") as log:
         for number in {1, 2, sys.stdout.fileno(), sys.stderr.fileno()}:  # pytest has replaced both
             os.dup2(log.fileno(), number)
@@ -132,6 +132,12 @@ def run_rank(job: Job, rank: int, port: int, out: Path) -> None:
     launcher: Any = ExecutorWithExternalLauncher
     launcher._distributed_args = lambda _: (f"tcp://127.0.0.1:{port}", rank, rank)
     out.write_text(json.dumps(generate_rank(job, rank)))
+
+
+def run_forked(job: Job, rank: int, port: int, out: Path) -> None:
+    """Run a rank and end the process; the body of a fork."""
+    os.setpgid(0, 0)
+    run_rank(job, rank, port, out)
     os._exit(0)  # threads of vLLM may wait for other ranks
 
 
@@ -148,7 +154,8 @@ def generate(job: Job, folder: Path) -> tuple[list[Result], str]:
     port, fork = free_port(), multiprocessing.get_context("fork")
     outs = [folder / f"{rank}.json" for rank in range(job.ranks)]
     ranks = [
-        fork.Process(target=run_rank, args=(job, rank, port, out)) for rank, out in enumerate(outs)
+        fork.Process(target=run_forked, args=(job, rank, port, out))
+        for rank, out in enumerate(outs)
     ]
     end = time.monotonic() + LIMIT
     for rank in ranks:
@@ -162,9 +169,37 @@ def generate(job: Job, folder: Path) -> tuple[list[Result], str]:
             rank.join()
     for left in Path("/dev/shm").glob(f"{port}-*-cpushm_*"):
         left.unlink()  # vLLM's memory for tensor parallelism
+    return collect(job, outs, codes)
+
+
+def generate_over_mpi(job: Job, folder: Path) -> tuple[list[Result], str]:
+    """Return what generate() returns, of ranks that Open MPI starts as if each were a host."""
+    outs = [folder / f"{rank}.json" for rank in range(job.ranks)]
+    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(job.ranks)]
+    passed = json.dumps([[str(job.model), *job[1:]], free_port(), str(folder)])
+    run = subprocess.run(
+        [*words, sys.executable, __file__, passed], env=os.environ | {"EPIC_HOST": "%r"},
+        timeout=LIMIT, check=False,
+    )  # fmt: skip
+    return collect(job, outs, [run.returncode])
+
+
+def collect(job: Job, outs: list[Path], codes: list[int | None]) -> tuple[list[Result], str]:
+    """Return the results of all prompts and the logs of all ranks, or raise RuntimeError."""
     logs = "".join(out.with_suffix(".log").read_text(errors="replace") for out in outs)
     if any(codes):
         raise RuntimeError(f"the exit statuses of the ranks are {codes}\n{logs}")
     # All ranks of a group of tensor parallelism have the same results.
     results = [json.loads(outs[rank * job.tp].read_text()) for rank in range(job.dp)]
     return [Result(*results[i % job.dp][i // job.dp]) for i in range(len(job.prompts))], logs
+
+
+def main() -> None:
+    """Run the rank that Open MPI has started."""
+    (model, *others), port, folder = json.loads(sys.argv[1])
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    run_rank(Job(Path(model), *others), rank, port, Path(folder) / f"{rank}.json")
+
+
+if __name__ == "__main__":
+    main()
