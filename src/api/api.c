@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The public calls that communicate. Each call reads the caller's struct, fills in defaults,
- * checks the arguments, and calls the operation of the device backend or of src/host_ops. */
+/* Implements the public calls that communicate. Each call reads the caller's struct, fills in
+ * defaults, checks the arguments, and calls the operation of the device backend or of
+ * src/host_ops. */
 #include "api/api.h"
 
 #include "api/check.h"
@@ -21,7 +22,8 @@ static epic_result check_context(epic_context *ctx)
 }
 
 /* Mixes the hash of the layer's options into call->tag. A device backend hashes the tag into
- * the call's signature, which the ranks compare. So the ranks also compare the options. */
+ * the call's signature, which the ranks compare. So if the options differ between ranks, the
+ * signatures differ. */
 static void add_options_hash(epic_call *call, const op_header_extra *extra)
 {
     if (extra && extra->options && extra->options->hash)
@@ -76,10 +78,10 @@ epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
     return call_plan(ctx, args, sizeof *args, extra);
 }
 
-/* A matrix without rows may have row_bytes 0. In this case, computes its row_bytes from the
- * other matrix: recv.row_bytes from tokens.row_bytes, or the reverse. A quantized row has one
- * byte per element. The sizes have not been checked yet, so the product may overflow. In this
- * case sets row_bytes to INT64_MAX, which check_rows() rejects later. */
+/* If `tokens` or `recv` is an empty matrix {NULL, 0, 0}, computes its row_bytes from the
+ * row_bytes of the other matrix. Without quantization, does the same for `scales` and
+ * `recv_scales`. A quantized row has one byte per element. The sizes have not been checked yet.
+ * If the product overflows, sets row_bytes to INT64_MAX, which check_rows() rejects later. */
 static void default_dispatch_rows(epic_dispatch_args *a)
 {
     const int64_t size = a->quantize ? (int64_t)epic_type_bytes(a->type) : 1;
@@ -93,9 +95,9 @@ static void default_dispatch_rows(epic_dispatch_args *a)
 }
 
 /* Copies the layer of an existing plan to *out, fills in its defaults, and makes *layer point
- * to *out. Replaces EPIC_BY_HOSTS by EPIC_BY_RANK, except on GPUs of several hosts. On such
- * GPUs the meaning of EPIC_BY_HOSTS depends on whether the plan was made with a rank_of_expert,
- * which this function does not know. */
+ * to *out. Replaces the sum order EPIC_BY_HOSTS by EPIC_BY_RANK, except in a group of GPUs on
+ * several hosts. In such a group the meaning of EPIC_BY_HOSTS depends on whether the plan was
+ * made with a rank_of_expert, which this function does not know. */
 static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
                                    const epic_layer **layer)
 {
@@ -131,8 +133,8 @@ epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,
     return call_dispatch(ctx, args, sizeof *args, extra);
 }
 
-/* Checks that the arguments of the dispatch match the arguments of the plan. Called before the
- * plan is made, so that an error leaves the bytes of the plan unchanged. */
+/* Checks that the arguments of the dispatch match the arguments of the plan. Must be called
+ * before the plan is made, so that an error leaves the bytes of the plan unchanged. */
 static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispatch_args *d)
 {
     if (p->capacity == EPIC_CAPACITY_EXACT)
@@ -149,7 +151,7 @@ static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispa
 }
 
 /* Implements epic_plan_dispatch and api_plan_dispatch. Ignores the fields `call`, `layer` and
- * `plan` of *dispatch, and uses the fields of the same name of *plan. */
+ * `plan` of *dispatch. Instead uses the fields of *plan with the same names. */
 static epic_result call_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                       size_t plan_size, const epic_dispatch_args *dispatch,
                                       size_t dispatch_size, const op_header_extra *extra)
@@ -268,7 +270,7 @@ epic_result epic_allreduce_sum_v1(epic_context *ctx, const epic_allreduce_sum_ar
 }
 
 /* Implements epic_window_alloc and epic_window_register. `registers` is true for
- * epic_window_register: the caller passes the memory. */
+ * epic_window_register, where the caller passes the memory, and false for epic_window_alloc. */
 static epic_result add_window(epic_context *ctx, const epic_window_args *args, size_t size,
                               epic_window_info *out, size_t out_size, bool registers)
 {

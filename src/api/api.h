@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Variants of public calls for src/moe, the part of the library that implements whole MoE
- * layers. In contrast to the public calls, these variants can add data to the op header. */
+/* Declares variants of public calls for src/moe, the part of the library that implements whole
+ * MoE layers. In contrast to the public calls, these variants can add data to the op header. */
 #ifndef EPIC_API_H
 #define EPIC_API_H
 
 #include "context/context.h"
 #include "exchange/op_header.h"
 
-/* Each function api_X works like the public call epic_X, and also adds `extra`, which may be
- * NULL, to its op header. If any rank sets extra->fault (host contexts only), all ranks return
- * this error, the outputs are zeros, and the group stays usable. If extra->options differs
- * between ranks, all ranks return EPIC_EMISMATCH. */
+/* Each function api_X works like the public call epic_X. If `extra` is not NULL, it also adds
+ * the data in *extra to its op header. If any rank sets extra->fault (host contexts only), all
+ * ranks return this error, the outputs are zeros, and the group stays usable. If extra->options
+ * differs between ranks, all ranks return EPIC_EMISMATCH. */
 epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
                      const op_header_extra *extra);
 epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,

@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Implements epic_bootstrap_mpi with the plugin libepic_mpi.so, and epic_bootstrap_nccl with
- * libepic_cuda.so. A plugin stores error texts in its own memory. The caller uses epic_error()
- * of libepic.so, so every call in this file copies the plugin's error text into libepic.so. */
+ * libepic_cuda.so. A plugin stores error texts in its own memory. The caller reads error texts
+ * with epic_error() of libepic.so, so every function in this file copies the plugin's error
+ * text into libepic.so. */
 #include <stdlib.h>
 
 #include "api/config.h"
 #include "bootstrap/bootstrap.h"
 #include "context/context.h"
 
-/* A bootstrap of a plugin. The functions of this wrapper copy the plugin's error text. */
+/* Wraps `inner`, a bootstrap that a plugin has made. Each function of the wrapper calls the
+ * same function of `inner` and copies the plugin's error text into libepic.so. */
 typedef struct bootstrap {
     const epic_backend *backend;
     epic_bootstrap inner;
@@ -53,7 +55,8 @@ static epic_result make_bootstrap(epic_bootstrap *out, const char *name, const v
     return EPIC_OK;
 }
 
-/* Checks `out` and clears *out, so that the caller may close it even if the call fails. */
+/* Checks that `out` is not NULL. Clears *out, so that the caller may close *out even if the
+ * bootstrap cannot be created. */
 static epic_result clear_bootstrap(epic_bootstrap *out)
 {
     if (out == NULL)

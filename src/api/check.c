@@ -49,7 +49,8 @@ static epic_result check_rows(const epic_context *ctx, const char *name, epic_co
     return EPIC_OK;
 }
 
-/* Checks that all fields of an unused matrix are zero. `why` ends the error text. */
+/* Checks that all fields of an unused matrix are zero. `why` is the last part of the error
+ * text. */
 static epic_result check_absent(const char *name, epic_const_rows rows, const char *why)
 {
     if (!rows.data && !rows.num_rows && !rows.row_bytes) return EPIC_OK;
@@ -159,7 +160,7 @@ epic_result check_plan_size(const epic_config *config, const epic_layer *layer, 
 }
 
 /* Checks the tables of replicas. If the layer has replicas, logical_of_expert must be set. If
- * not, logical_of_expert and logical_load must be NULL. */
+ * the layer has no replicas, logical_of_expert and logical_load must be NULL. */
 static epic_result check_replicas(const epic_plan_args *a, const epic_layer *layer)
 {
     if (layer->num_logical && !a->logical_of_expert)
@@ -212,8 +213,9 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
             "plan_bytes is %lld: must be at least %lld, the result of epic_plan_bytes",
             (long long)a->plan_bytes, (long long)needed);
     const int64_t experts = layer->num_experts, choices = a->num_tokens * layer->top_k;
-    /* lower bound of num_local_experts; with a placement table it is 0, because all experts may
-     * be placed on vacant seats (ranks that have left) */
+    /* `local` is a lower bound of num_local_experts. With a placement table in a group that
+     * ranks may have left, it is 0, because all experts of the table may be on ranks that have
+     * left. */
     const bool any_empty = a->rank_of_expert && context_members(ctx);
     const int64_t local = any_empty ? 0 : (experts + ctx->num_ranks - 1) / ctx->num_ranks;
     const call_array arrays[] = {
@@ -432,7 +434,8 @@ epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_arg
 
 epic_result check_window_args(const epic_window_args *a, bool registers)
 {
-    /* window_place() packs a window's index and a 48-bit offset into 64 bits */
+    /* window_place() packs a window's index and a 48-bit offset into 64 bits, so `bytes` must
+     * fit into 48 bits */
     const int64_t most = (INT64_C(1) << 48) - 1;
     TRY(check_reserved(a->reserved));
     if (a->bytes < 0 || a->bytes > most)

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks of the arguments of public calls: pointers, shapes, enums, overlapping arrays. The
- * rules that depend on the contents of a plan are checked later, by the operations.
+/* Checks the arguments of public calls: pointers, shapes, enums, overlapping arrays. The rules
+ * that depend on the contents of a plan are checked later, by the operations.
  *
- * Each function returns EPIC_OK or EPIC_EINVAL. If the backend cannot add values of the
- * caller's type, it returns EPIC_ENOTSUP. A function that returns an error also sets the error
- * text that epic_error() returns. No check reads the contents of the caller's arrays. Any
- * thread may call these functions. */
+ * Each function returns EPIC_OK or EPIC_EINVAL. It returns EPIC_ENOTSUP if the backend cannot
+ * add values of the caller's type. A function that returns an error also sets the error text
+ * that epic_error() returns. No check reads the contents of the caller's arrays. Any thread may
+ * call these functions. */
 #ifndef EPIC_CHECK_H
 #define EPIC_CHECK_H
 
@@ -18,8 +18,8 @@ epic_result check_plan_bytes(const void *plan, int64_t plan_bytes);
  * number of slots does not fit into int32. */
 epic_result check_plan_size(const epic_config *config, const epic_layer *layer, int64_t *bytes);
 
-/* Check the arguments of one public call each. The caller must have filled in the defaults:
- * row_bytes of matrices without rows, and all fields of the layer. */
+/* Each of these functions checks the arguments of one public call. Requires that the caller has
+ * filled in the defaults: row_bytes of matrices without rows, and all fields of the layer. */
 epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *args,
                             const epic_layer *layer);
 epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_args *args);

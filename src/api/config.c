@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reads configurations. This file reads all environment variables of libepic.so except
- * EPIC_HOST (rank_info.c) and those of bootstraps (src/bootstrap). Plugins read their own
- * variables. */
+ * EPIC_HOST (rank_info.c) and the variables of bootstraps (src/bootstrap). Plugins read their
+ * own variables. */
 #include "api/config.h"
 
 #include <stdlib.h>

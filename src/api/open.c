@@ -50,8 +50,8 @@ static epic_result check_bootstrap(const epic_bootstrap *bootstrap)
     return EPIC_OK;
 }
 
-/* Checks that config.num_ranks, if set, equals the bootstrap's number of ranks. If not,
- * open_with() sends the error to all ranks in the first allgather. */
+/* Checks that config.num_ranks, if set, equals the bootstrap's number of ranks. If the numbers
+ * differ, open_with() sends the error to all ranks in the first allgather. */
 static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *bootstrap)
 {
     if (num_ranks == 0 || num_ranks == (uint32_t)bootstrap->num_ranks) return EPIC_OK;
@@ -61,8 +61,9 @@ static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *boo
 }
 
 /* Chooses the backend that the config names. If the config names no backend, chooses the first
- * backend in epic_backends that can join these ranks, or mpi if no backend in epic_backends
- * can. If mpi cannot join them either, the error text lists the reason of each backend. */
+ * backend in epic_backends that can join these ranks. If no backend in epic_backends can join
+ * them, chooses mpi. If mpi cannot join them either, the error text lists the reason of each
+ * backend. */
 static epic_result choose_backend(const epic_backend **out, const epic_peer *peers,
                                   int num_hosts, const epic_config *config)
 {
@@ -90,9 +91,9 @@ static epic_result choose_backend(const epic_backend **out, const epic_peer *pee
 }
 
 /* Calls a bootstrap's gather function, which may be a function of the user, and checks its
- * results: the return value must be an epic_result, and element `rank` of `all` must equal this
- * rank's bytes. If gather fails without an error text, writes one. On success, restores this
- * thread's previous error text. */
+ * results: the return value must be an epic_result, and element `rank` of `all` must equal
+ * `mine`. If gather fails without an error text, writes an error text. On success, restores
+ * this thread's previous error text. */
 static epic_result gather_checked(void *self, const void *mine, void *all, int64_t bytes)
 {
     const epic_bootstrap *bootstrap = self;
@@ -116,15 +117,15 @@ static epic_result gather_checked(void *self, const void *mine, void *all, int64
 }
 
 /* Returns a bootstrap whose gather function is gather_checked() of `bootstrap`. The result
- * points to `bootstrap`, which must live at least as long. */
+ * points to `bootstrap`. Requires that `bootstrap` lives at least as long as the result. */
 static epic_bootstrap wrap_bootstrap(const epic_bootstrap *bootstrap)
 {
     return (epic_bootstrap){bootstrap->rank, bootstrap->num_ranks, gather_checked, NULL,
                             (void *)(uintptr_t)bootstrap};
 }
 
-/* Gathers the results of all ranks. If a result is an error, every rank returns this error, so
- * epic_open succeeds either on all ranks or on no rank. */
+/* Gathers the results of all ranks. If any result is an error, all ranks return the same error,
+ * so epic_open succeeds either on all ranks or on no rank. */
 static epic_result agree_on_result(const epic_bootstrap *bootstrap, rank_info *mine,
                                    rank_info *all, epic_result result)
 {
@@ -197,7 +198,7 @@ static epic_result start_trace(epic_context *ctx)
 }
 
 /* Sets up the parts of a context that its backend does not own: flight recorder, trace, table
- * of tags, and for a host context its exchanges. */
+ * of tags and, in a host context, exchanges. */
 static epic_result set_up_context(epic_context *ctx)
 {
     snprintf(ctx->backend_name, sizeof ctx->backend_name, "%s", ctx->backend->name);
@@ -219,8 +220,8 @@ static bool is_ours(const epic_context *ctx)
     return ctx->generation == process_generation();
 }
 
-/* Releases everything that a context holds. A forked child releases only its own copies,
- * because its parent continues to use the group. */
+/* Releases everything that a context holds. In a forked child, releases only the copies of the
+ * child, because its parent continues to use the group. */
 static void release_context(epic_context *ctx)
 {
     const bool ours = is_ours(ctx);
@@ -287,10 +288,10 @@ static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *boots
     return result;
 }
 
-/* Creates a bootstrap for a caller that passed no bootstrap: from config.native (MPI), or from
- * the environment. Fails if the environment describes no job. It does not open a group of one
- * rank in this case, because then each process of a job would silently get a group of its
- * own. */
+/* Creates a bootstrap for a caller that passed no bootstrap: from the MPI communicator
+ * config->native if it is set, and from the environment if not. Fails if the environment
+ * describes no job. Opening a group of one rank instead would be wrong: each process of a job
+ * would silently get a group of its own. */
 static epic_result make_default_bootstrap(epic_bootstrap *out, const epic_config *config)
 {
     return config->native ? epic_bootstrap_mpi(out, config->native, config->timeout_ms)

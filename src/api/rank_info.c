@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Fills in the rank_info of this rank, which identifies its host and process, and compares the
- * rank_infos of all ranks. */
+/* Fills in this rank's rank_info, for example the identity of its host and process. Compares
+ * the rank_infos of all ranks. */
 #include "api/rank_info.h"
 
 #include <errno.h>
@@ -53,8 +53,9 @@ static epic_result read_kernel_file(const char *path, char *text, size_t size)
     return EPIC_OK;
 }
 
-/* Sets host[] to hashes of `name`, the value of EPIC_HOST, after replacing "%r" by the rank, or
- * "%r/4" by the rank divided by 4. With "%r/4", four ranks count as one host. */
+/* Sets host[] to hashes of `name`, the value of EPIC_HOST. Before hashing, replaces "%r" by the
+ * rank. If a number follows, as in "%r/4", replaces "%r/4" by the rank divided by 4, so that
+ * four ranks count as one host. */
 static void hash_host_name(uint64_t host[2], const char *name, int rank)
 {
     char number[16];
@@ -203,8 +204,9 @@ static bool is_terminated(const char *text, size_t size)
     return memchr(text, 0, size) != NULL;
 }
 
-/* Returns true if a rank with this version of EPIC wrote the rank_info. If not, the fields
- * after `bytes` are undefined, and compare_rank_infos() returns the error. */
+/* Returns true if a rank with this version of EPIC wrote the rank_info. If another version
+ * wrote it, the fields after `bytes` are undefined, and compare_rank_infos() returns the
+ * error. */
 static bool is_same_version(const rank_info *info)
 {
     return info->magic == RANK_INFO_MAGIC && info->version == EPIC_VERSION;
@@ -233,8 +235,8 @@ static bool is_second_hand(int64_t refused)
     return refused == EPIC_EPEER || refused == EPIC_ETIMEOUT;
 }
 
-/* Returns the rank_info of the lowest rank with an error, or NULL. Looks only at errors for
- * which is_second_hand() returns second_hand. */
+/* Returns the rank_info of the lowest rank that has an error for which is_second_hand() returns
+ * `second_hand`. Returns NULL if there is no such rank. */
 static const rank_info *find_refusal(const rank_info *all, int num_ranks, bool second_hand)
 {
     for (const rank_info *info = all; info < all + num_ranks; info++)
@@ -252,7 +254,8 @@ static bool begins_with_rank(const char *sentence)
     return sscanf(sentence, "rank %d: %n", &rank, &end) == 1 && end > 0;
 }
 
-/* Returns the error with which rank `rank` failed, as the error of this call. */
+/* Returns the error with which rank `rank` failed, and sets the error text of this call to the
+ * text of that error. */
 static epic_result report_refusal(const rank_info *refusal, int rank)
 {
     const epic_result result = (epic_result)refusal->refused;

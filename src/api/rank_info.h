@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The struct rank_info, which every rank sends to all ranks when a group opens: the rank's
- * version, configuration, host and process, and its error if opening has already failed. */
+/* Declares the struct rank_info. When a group opens, every rank sends its rank_info to all
+ * ranks. It contains the rank's version, configuration, host and process, and its error if
+ * opening has already failed on this rank. */
 #ifndef EPIC_RANK_INFO_H
 #define EPIC_RANK_INFO_H
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Public calls that return sizes and memory needs, and epic_plan_read. */
+/* Implements epic_plan_read and the public calls that return sizes and memory needs. */
 #include "api/check.h"
 #include "api/config.h"
 #include "base/error.h"
@@ -88,7 +88,7 @@ epic_result epic_capacity_bound_v1(const epic_config *config, size_t config_size
     return EPIC_OK;
 }
 
-/* Returns the memory that a context needs: that of its backend plus context_bytes(). */
+/* Returns the memory that a context needs: the memory of its backend plus context_bytes(). */
 static epic_memory_info context_memory(const epic_config *c, const epic_backend *backend)
 {
     epic_memory_info info = {0};
