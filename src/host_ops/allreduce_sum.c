@@ -25,7 +25,8 @@ typedef struct sum_call {
     exchange *x;
 } sum_call;
 
-/* Returns the index of block number `item` of the blocks that rank `owner` owns. */
+/* Rank `owner` owns several blocks. Returns the index in the whole array of the block that has
+ * index `item` among these blocks. */
 static int64_t block_of(const sum_call *s, int owner, int64_t item)
 {
     const epic_context *ctx = s->x->ctx;
@@ -50,8 +51,9 @@ static void sum_copy_block(sum_call *s, int owner, int64_t item, void *entry)
     memcpy(entry, block_at(s, block), block_size(s, block));
 }
 
-/* Callback collect.fill_entry (exchange.h): sends a block of this rank's array to the owner. A
- * block fits into one entry, so `piece` is always 0. */
+/* Callback collect.fill_entry (exchange.h): copies a block of this rank's array to `entry`,
+ * which is sent to rank `home`, the owner of the block. A block fits into one entry, so `piece`
+ * is always 0. */
 static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, void *entry)
 {
     (void)piece;
@@ -59,9 +61,9 @@ static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, voi
 }
 
 /* Adds the rows [first, first + count) of n elements each in a binary tree. count is a power of
- * two. If count is 1, returns the address of the only row. If not, returns the address of row
- * `level` of x->scratch_rows, to which it has written the sum. May overwrite the scratch rows
- * from `level` on. */
+ * two. If count is 1, returns the address of the only row. If count is larger, writes the sum
+ * to row `level` of x->scratch_rows and returns the address of this row. May overwrite the
+ * scratch rows from `level` on. */
 static const void *sum_join_ranks(const sum_call *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -110,7 +112,8 @@ static bool is_sent_by_members(void *self, int rank, int64_t item)
     return context_has_member(((sum_call *)self)->x->ctx, rank);
 }
 
-/* Callback scatter.fill_entry: sends the sum of one of this rank's blocks to all ranks. */
+/* Callback scatter.fill_entry: copies the sum of one of this rank's blocks to `entry`, which is
+ * sent to all ranks. */
 static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry)
 {
     sum_call *s = self;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Implements epic_combine and epic_dispatch_backward on the host, as a collect flow
- * (exchange/exchange.h): ranks send rows for a token to the token's *home rank*, the rank that
- * has passed the token.
+ * (exchange/exchange.h): ranks send rows for a token to the token's *home rank*, the rank whose
+ * caller has passed the token to dispatch.
  *
  * A rank may hold several slots of a token. The rank adds the rows of these slots to one row,
  * its *partial sum* (short: partial), and sends the partial to the token's home rank. The home
@@ -96,9 +96,9 @@ static int32_t leaf_of(const plan_view *v, int32_t slot)
     return (int32_t)((uint32_t)expert / (layer->num_experts / layer->leaves));
 }
 
-/* Sets *g to this rank's slots for one token of rank `home`. In a FLAT layer *g gets only the
- * token's single row on this rank, in which the caller of combine has already added the
- * experts' rows. */
+/* Sets *g to this rank's slots for one token of rank `home`. In a FLAT layer the token has a
+ * single row on this rank, and *g gets only this row: the caller of combine has already added
+ * the rows of the experts. */
 static void gather_slots(const combine_call *c, int home, int64_t token, gathered *g)
 {
     const plan_view *v = &c->plan;
@@ -192,9 +192,9 @@ static bool has_all_choices(const combine_call *c, int home, int64_t token)
     return true;
 }
 
-/* Stores the current piece of a token's only partial directly into the output of the token's
- * home rank, which is in a window. Rounds the elements in the way in which the home rank would
- * round them. */
+/* Stores the current piece of a token's only partial directly into the output row of the token
+ * on its home rank. Requires that this output is in a window. Rounds the elements in the way in
+ * which the home rank would round them. */
 static void store_in_out(combine_call *c, int home, int64_t token)
 {
     const int64_t size = (int64_t)epic_type_bytes(c->type);
@@ -216,8 +216,9 @@ static void store_in_d_weights(const combine_call *c, int home, int64_t token)
 }
 
 /* Stores the current piece of a token's only partial, and its trailer, into those outputs of
- * the home rank that are in windows. Sets *partial (or *trailer) to false if the partial (or
- * the trailer) is stored there, so that the ring entry need not contain it. */
+ * the home rank that are in windows. Sets *partial to false if it has stored the partial, and
+ * *trailer to false if it has stored the trailer. The ring entry then need not contain the
+ * stored data. */
 static void combine_store_directly(combine_call *c, int home, int64_t token, int32_t piece,
                                    bool *partial, bool *trailer)
 {
@@ -234,9 +235,9 @@ static void combine_store_directly(combine_call *c, int home, int64_t token, int
 }
 
 /* Callback collect.fill_entry (exchange.h): writes one piece of this rank's partial for a token
- * into a ring entry. The trailer follows the first piece. Computes the piece directly in the
- * entry. If the entry must be written past the caches, computes the piece in a scratch row and
- * copies it. */
+ * into a ring entry. Writes the trailer after the first piece. If the entry may be written
+ * through the caches, computes the piece directly in the entry. If not, computes the piece in a
+ * scratch row and copies it to the entry. */
 static void combine_fill_entry(void *self, int home, int64_t token, int32_t piece, void *entry)
 {
     combine_call *c = self;
@@ -270,8 +271,9 @@ static void read_trailer(const combine_call *c, int from, int64_t token, const v
             c->d_weights[first + k] = values[k];
 }
 
-/* If one other rank has the slots of all choices of this rank's token, returns that rank, on
- * which has_all_choices() returns true for the token. If there is no such rank, returns -1. */
+/* If the slots of all choices of a token of this rank are on one other rank, returns that rank.
+ * On that rank, has_all_choices() returns true for the token. If the slots are not all on one
+ * other rank, returns -1. */
 static int find_only_rank(const combine_call *c, int64_t token)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -408,7 +410,7 @@ static epic_result combine_transfer(combine_call *c)
     return result;
 }
 
-/* Zeroes all outputs of this rank, after an error in the data of any rank. */
+/* Zeroes all outputs of this rank. Called if the data of any rank contains an error. */
 static void combine_clear_outputs(const combine_call *c)
 {
     const slot_array out = {c->out.data, c->out.row_bytes, c->out.num_rows};

@@ -48,9 +48,9 @@ static void write_scaled_row(const combine_backward_call *s, int64_t slot, float
         s->kernels->quantize_1x32(row + first, scales + first / 32, piece, w, type, n);
 }
 
-/* Adds the products for one piece to *sum, the dot product of the gradient row and rows[slot].
- * The piece begins at element `first` of its row. If the piece is the last one of the row,
- * writes *sum to d_slot_weights. */
+/* Adds the contribution of one piece to *sum, the dot product of the gradient row and
+ * rows[slot]. The piece begins at element `first` of its row. If the piece is the last one of
+ * the row, writes *sum to d_slot_weights. */
 static void add_dot(const combine_backward_call *s, int64_t slot, double *sum,
                     const void *piece, int64_t first, int64_t n)
 {
@@ -87,10 +87,10 @@ static void scatter_piece(const combine_backward_call *s, int from, int64_t toke
     }
 }
 
-/* Stores one piece of a gradient row directly into the d_rows of peers. Does this for each peer
- * that needs the piece, whose d_rows is in a window, and on which the token has only one slot.
- * If a peer multiplies the rows by weights, its op header does not say where its d_rows is
- * (window_place()), so the function skips this peer. Copies with the same function as
+/* Stores one piece of a gradient row directly into d_rows of peers. Does this for a peer if the
+ * peer needs the piece, d_rows of the peer is in a window, and the token has only one slot on
+ * the peer. If a peer multiplies the rows by weights, its op header does not say where its
+ * d_rows is (window_place()), so the function skips this peer. Copies with the same function as
  * write_scaled_row(), so that even a NaN has the same bits as without windows. Returns true if
  * some peer must read the piece from the ring. */
 static bool store_for_peers(const combine_backward_call *s, int64_t token, int32_t piece)

@@ -2,10 +2,10 @@
 /* Implements epic_dispatch on the host.
  *
  * A rank sends each token once to each rank that holds at least one slot of the token. In this
- * file, a token's *message* is the bytes that are sent for it: the row, its scales, and one
- * weight for each choice k (each of the top_k experts of the token). A message is split into
- * pieces, each of which fits into one ring entry. The receiver copies the row and the scales to
- * each slot of the token, and the weight of each choice to the choice's slot. */
+ * file, a token's *message* is the bytes that are sent for the token: the row, its scales, and
+ * one weight for each choice k (each of the top_k experts of the token). A message is split
+ * into pieces, each of which fits into one ring entry. The receiver copies the row and the
+ * scales to each slot of the token, and the weight of each choice to the choice's slot. */
 #include <string.h>
 
 #include "base/error.h"
@@ -91,13 +91,14 @@ static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size
              (size_t)(high - low));
 }
 
-/* Copies through the caches, for data that is soon read from a cache. */
+/* Copies through the caches. Used for data that is read soon, while it is still in a cache. */
 static void copy_cached(void *to, const void *from, size_t n)
 {
     memcpy(to, from, n);
 }
 
-/* The parts of a message, as bits of a mask (bit indices: enum window_output). */
+/* Each part of a message has one bit in a mask. enum window_output contains the indices of the
+ * bits. */
 #define ROW_BIT (1u << WINDOW_ROWS)
 #define SCALES_BIT (1u << WINDOW_SCALES)
 #define WEIGHTS_BIT (1u << WINDOW_WEIGHTS)
@@ -118,10 +119,10 @@ static void fill_entry_with(dispatch_call *d, int64_t token, int32_t piece, void
         copy_overlap(copy, entry, begin, size, weights_part(d, token), d->weights_at, end);
 }
 
-/* Stores bytes of one part of a message into an output of a peer. The part is the bytes [low,
- * high) of the message. On this rank the part is at `from`. In the peer's output it begins at
- * byte `at`. Stores only the bytes that are also in the current piece, the bytes [begin, end)
- * of the message. */
+/* Stores bytes of one part of a message into an output of a peer. The part consists of the
+ * bytes [low, high) of the message. On this rank the part is at `from`. In the peer's output it
+ * begins at byte `at`. The current piece consists of the bytes [begin, end) of the message.
+ * Stores only bytes that are in both the part and the piece. */
 static void store_part(const dispatch_call *d, int peer, enum window_output which, int64_t at,
                        int64_t begin, int64_t end, const void *from, int64_t low, int64_t high)
 {
@@ -176,7 +177,7 @@ static uint32_t store_for_peers(dispatch_call *d, int64_t token, int32_t piece)
     return staged;
 }
 
-/* Returns the number of bytes of a piece that belong to parts that are not in the mask
+/* Returns the number of bytes of a piece whose part of the message is not in the mask
  * `wanted`. */
 static int64_t unwanted_bytes(const dispatch_call *d, int32_t piece, uint32_t wanted)
 {
@@ -193,7 +194,7 @@ static int64_t unwanted_bytes(const dispatch_call *d, int32_t piece, uint32_t wa
 }
 
 /* Callback scatter.fill_entry (exchange.h): copies one piece of a token's message into a ring
- * entry. Leaves out the parts that are stored into windows of all peers that need them.
+ * entry. Leaves out a part if it is stored into windows of all peers that need the part.
  * ring_choose_path() decides whether the copy goes through the caches and whether it is timed.
  * Before a timed copy, the parts are joined in x->scratch_rows, so that a single copy is
  * timed. */
@@ -225,15 +226,17 @@ typedef struct part {
     int64_t at, size;
 } part;
 
-/* The ranges of a token's row, scales and weights that can be written to the token's slots now,
- * from one piece of its message or from the whole message. */
+/* The ranges of a token's row, scales and weights that can be written to the token's slots now.
+ * For a token of another rank, these are the ranges in one piece of its message. For a token of
+ * this rank, they are the whole row, scales and weights. */
 typedef struct parts {
     part row, scales, weights;
 } parts;
 
-/* Returns the bytes of a piece that belong to one part. The piece is the bytes [begin, end) of
- * the message, and the part is the bytes [low, high) of the message. result.at is an offset in
- * the part. */
+/* Returns the range of bytes that a piece and one part of a message have in common. The piece
+ * consists of the bytes [begin, end) of the message, and the part of the bytes [low, high).
+ * result.at is an offset in the part. If they have no bytes in common, result.size is 0 or
+ * less. */
 static part message_part_of(const unsigned char *piece, int64_t begin, int64_t end, int64_t low,
                             int64_t high)
 {
@@ -298,7 +301,8 @@ static void write_token(const dispatch_call *d, int from, int64_t token, const p
     }
 }
 
-/* Returns whether rank `from` stores output `which` of a token into this rank's window. */
+/* Returns true if rank `from` stores the part `which` of a token's message directly into a
+ * window of this rank. */
 static bool is_stored_directly(const dispatch_call *d, int from, int64_t token,
                                enum window_output which)
 {
@@ -306,8 +310,8 @@ static bool is_stored_directly(const dispatch_call *d, int from, int64_t token,
            plan_has_only_slot(&d->plan, from, token);
 }
 
-/* Callback scatter.read_entry: writes one piece of a token of rank `from` to the token's slots.
- * Skips the parts that rank `from` has stored in windows of this rank. */
+/* Callback scatter.read_entry: writes one piece of the message of a token of rank `from` to the
+ * token's slots. Skips the parts that rank `from` has stored in windows of this rank. */
 static void dispatch_read_entry(void *self, int from, int64_t token, int32_t piece,
                                 const void *entry)
 {
@@ -432,7 +436,8 @@ void op_header_set_dispatch_windows(epic_op_header *header, epic_context *ctx,
                              rows * (int64_t)sizeof(float));
 }
 
-/* Zeroes all outputs (recv_expert: sets it to -1), after an error in the data of any rank. */
+/* Zeroes all outputs, but sets the elements of recv_expert to -1. Called if the data of any
+ * rank contains an error. */
 static void dispatch_clear_outputs(const epic_dispatch_args *a)
 {
     slot_array arrays[3];
@@ -451,7 +456,8 @@ static epic_result dispatch_check(const plan_op *s, const epic_dispatch_args *a)
     return a->scales.data ? plan_op_check_tokens(s, "scales", a->scales.num_rows) : EPIC_OK;
 }
 
-/* Sets the elements of an op header that describe a dispatch and must be equal on all ranks. */
+/* Sets those elements of common[], a part of the op header, that describe a dispatch. The ranks
+ * compare these elements. */
 static void op_header_set_rows(int64_t *common, const epic_dispatch_args *args)
 {
     common[COMMON_TYPE] = args->type;
@@ -473,8 +479,9 @@ static uint64_t dispatched_bytes(const epic_dispatch_args *args)
     return (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
 }
 
-/* Sends and receives the rows of a valid plan, in an open exchange. Writes a receive buffer
- * below CACHED_COPY_MAX bytes through the caches, and a larger one past them. */
+/* Sends and receives the rows of a valid plan, in an open exchange. If the used part of the
+ * receive buffer has fewer than CACHED_COPY_MAX bytes, writes it through the caches. If it is
+ * larger, writes past the caches. */
 static epic_result dispatch_transfer_all(dispatch_call *d)
 {
     const bool few = d->plan.header->num_slots * d->args->recv.row_bytes < CACHED_COPY_MAX;
@@ -509,8 +516,8 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
 }
 
 /* Runs the dispatch of epic_plan_dispatch (host_ops.h). Does not check the size of the receive
- * buffer: the caller has checked that it has at least `capacity` rows, and a plan never has
- * more slots. */
+ * buffer. Requires that the caller has checked that the buffer has at least `capacity` rows. A
+ * plan never has more slots than `capacity`. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args)
 {
     dispatch_call d = {

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operations of host contexts, built on the flows of exchange/exchange.h.
+/* Declares the operations of host contexts, which are built on the flows of
+ * exchange/exchange.h.
  *
- * The public calls (src/api) have already checked pointers and enums, and have filled in the
- * defaults of args->layer. The functions here make the checks that depend on the plan.
+ * Requires that the public call (src/api) has checked pointers and enums, and has filled in the
+ * defaults of args->layer. The functions declared here make the checks that depend on the plan.
  *
  * Every operation is collective and blocks until its rows have arrived. If the data of one rank
- * contains an error, all ranks return it. `extra`, which may be NULL, contains data for the op
+ * contains an error, all ranks return this error. `extra` is NULL or contains data for the op
  * header: an error that src/moe found in this rank's data, and the options of the layer. */
 #ifndef EPIC_HOST_OPS_H
 #define EPIC_HOST_OPS_H
@@ -19,8 +20,8 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                const epic_dispatch_args *dispatch,
                                const op_header_extra *extra);
-/* Implement epic_dispatch. host_dispatch_unchecked() does not check the bytes of the plan. It
- * is used if the public call has itself made the plan just before. */
+/* Both functions implement epic_dispatch. host_dispatch_unchecked() does not check the bytes of
+ * the plan. It is used if the same public call has made the plan. */
 epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
                           const op_header_extra *extra);
 epic_result host_dispatch_unchecked(epic_context *ctx, const epic_dispatch_args *args);
@@ -46,9 +47,9 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
 epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
 
-/* Sums like epic_allreduce_sum. The ranks compare `common` of their op headers. The op header
- * of this sum is a copy of `about` in which the elements that describe the sum are replaced. So
- * the ranks also compare all other elements of about->common. */
+/* Sums like epic_allreduce_sum, and compares about->common between the ranks. For this, the op
+ * header of the sum is a copy of `about`. Only the elements that describe the sum itself are
+ * replaced in the copy, so they are not compared with the values in about->common. */
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
                                  const epic_op_header *about);
 
@@ -57,7 +58,7 @@ epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_arg
 epic_result host_sum_of_type(epic_context *ctx, const epic_allreduce_sum_args *args,
                              uint32_t type);
 
-/* An operation that has a plan as argument: its plan and its op header.
+/* State of an operation that has a plan as argument.
  *
  * plan_op_begin() checks that the bytes are a plan of this context, and prepares the op header.
  * If the plan is damaged or `extra` has an error, the header reports this error, which all
@@ -71,8 +72,8 @@ typedef struct plan_op {
 
 void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, const void *plan,
                    int64_t plan_bytes, const op_header_extra *extra);
-/* Like plan_op_begin(), but does not check the bytes of the plan. Used if the public call has
- * itself made the plan just before. */
+/* Like plan_op_begin(), but does not check the bytes of the plan. Used if the same public call
+ * has made the plan. */
 void plan_op_begin_unchecked(plan_op *s, uint32_t operation, const void *plan);
 
 /* Copies those fields of a layer that must be equal on all ranks to an op header. */
@@ -135,7 +136,7 @@ static inline uint32_t plan_choice_on(const plan_view *v, int to, int64_t token)
 }
 
 /* Returns the only slot (FLAT: the row) that a token of this rank has on rank `to`. Returns -1
- * if the token has no slot or several slots there. */
+ * if the token has no slot or several slots on rank `to`. */
 static inline int32_t plan_only_slot_on(const plan_view *v, int to, int64_t token)
 {
     const int64_t first = token * (int64_t)v->header->layer.top_k;
@@ -169,10 +170,10 @@ typedef struct slot_array {
     int64_t num_rows;
 } slot_array;
 
-/* Set rows of an output to zero. Do nothing if a->data is NULL. slot_array_clear() zeroes all
- * rows. slot_array_clear_padding() zeroes the padding slots of every slab, unless flags has
- * EPIC_LEAVE_PADDING. With EPIC_ZERO_TAIL it also zeroes the tail: the rows after the last
- * slab. */
+/* Both functions set rows of an output to zero, and do nothing if a->data is NULL.
+ * slot_array_clear() zeroes all rows. slot_array_clear_padding() zeroes the padding slots of
+ * every slab, unless flags has EPIC_LEAVE_PADDING. If flags has EPIC_ZERO_TAIL,
+ * slot_array_clear_padding() zeroes the tail (the rows after the last slab). */
 void slot_array_clear_padding(const plan_view *v, const slot_array *a, uint32_t flags);
 void slot_array_clear(const slot_array *a);
 

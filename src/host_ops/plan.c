@@ -28,8 +28,8 @@ static int64_t id_at(const epic_plan_args *args, int64_t i)
                                         : ((const int32_t *)args->topk_idx)[i];
 }
 
-/* Converts the caller's expert ids to int32, with -1 for a choice (one of a token's top_k
- * experts) without an expert. */
+/* Converts the caller's expert ids to int32. If a choice (element k of a token's top_k ids) has
+ * no expert, its id becomes -1. */
 static void copy_ids(int32_t *ids, const epic_plan_args *args, const epic_layer *layer)
 {
     const int64_t choices = args->num_tokens * layer->top_k;
@@ -99,7 +99,8 @@ static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx
 }
 
 /* Returns the maximum number of slots of this rank, or 0 if there is no maximum. The maximum is
- * args->capacity, or *capacity_limit if the caller has passed a lower limit. */
+ * the smaller of args->capacity and *capacity_limit. If the caller has passed only one of them,
+ * the maximum is that one. */
 static int64_t read_capacity(const epic_plan_args *args)
 {
     if (!args->capacity_limit) return args->capacity;
@@ -186,8 +187,8 @@ static bool read_header_ids(planning *p)
     return more;
 }
 
-/* Copies the expert ids of all ranks to the planner: from the op headers or, if a rank has too
- * many ids for its header, from a scatter flow. */
+/* Copies the expert ids of all ranks to the planner: from the op headers or, for ranks with too
+ * many ids for their header, from a scatter flow. */
 static epic_result exchange_ids(planning *p)
 {
     const scatter s = {
@@ -203,8 +204,9 @@ static epic_result exchange_ids(planning *p)
     return read_header_ids(p) ? scatter_run(p->x, &s) : EPIC_OK;
 }
 
-/* Writes the outputs of epic_plan: the load of each expert, the rows and tokens of each local
- * expert, and the demand. If `result` is an error, rows and tokens are 0. */
+/* Writes the outputs of epic_plan: the load of each expert, the number of rows and the number
+ * of tokens of each local expert, and the demand. If `result` is an error, the numbers of rows
+ * and tokens are 0. */
 static void write_counts(planning *p, epic_result result)
 {
     const epic_plan_args *args = p->args;
@@ -242,10 +244,10 @@ static void clear_absent_load(planning *p)
         memset(p->planner.absent_load, 0, num_ids * sizeof *p->planner.absent_load);
 }
 
-/* Makes a plan without slots, after an error in the data of any rank. The lengths of the
- * caller's output arrays depend on the placement of the experts, so the plan still needs a
- * placement. It gets this rank's rank_of_expert or, if the error is in rank_of_expert, the
- * default placement. */
+/* Makes a plan without slots. Called if the data of any rank contains an error. The lengths of
+ * the caller's output arrays depend on the placement of the experts, so the plan still needs a
+ * placement. The placement is this rank's rank_of_expert or, if the error is in rank_of_expert,
+ * the default placement. */
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;
@@ -282,7 +284,8 @@ static epic_result make_plan(planning *p)
     return result;
 }
 
-/* If the context has a trace, writes this rank's expert ids to it, for epic-trace. */
+/* If the context has a trace, writes this rank's expert ids to the trace, which the tool
+ * epic-trace reads. */
 static void trace_ids(const planning *p)
 {
     const trace_record record = {.tag = p->x->tag,
@@ -294,16 +297,16 @@ static void trace_ids(const planning *p)
     trace_plan(p->x->ctx->trace, record, p->args->topk_idx, p->args->index_type);
 }
 
-/* Returns true if plan_run() has written a plan when it returns `result`. The plan is valid, or
- * it has no slots and records an error. */
+/* Returns true if plan_run() has written a plan when it returns `result`. If `result` is an
+ * error, the plan has no slots and contains this error. */
 static bool is_plan_written(epic_result result)
 {
     return result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
 }
 
-/* Runs epic_plan until the plan is written. `next` is the dispatch that follows in the same
- * public call (epic_plan_dispatch), or NULL. Sets p->x to the exchange, which the caller must
- * close, or to NULL. */
+/* Runs epic_plan until the plan is written. In epic_plan_dispatch, `next` is the dispatch that
+ * follows in the same call. In epic_plan, `next` is NULL. Sets p->x to the exchange, which the
+ * caller must close. If no exchange could be opened, p->x is NULL. */
 static epic_result plan_run(planning *p, epic_context *ctx, const op_header_extra *extra,
                             const epic_dispatch_args *next)
 {
@@ -336,7 +339,7 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
 
 /* Returns true if the dispatches of all ranks have the same signature (hash of the arguments),
  * so that dispatch can run in the exchange of the plan. If the signatures differ, dispatch
- * sends op headers of its own, whose comparison finds the argument that differs. */
+ * sends op headers of its own. Comparing these op headers finds the argument that differs. */
 static bool do_all_continue(const exchange *x)
 {
     for (int r = 0; r < x->num_ranks; r++)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The parts that all operations with a plan have in common: checks of the plan, the layer and
- * the buffers, and zeroing of padding. */
+/* Implements the parts that all operations with a plan have in common: checks of the plan, the
+ * layer and the buffers, and zeroing of padding. */
 #include <string.h>
 
 #include "base/error.h"
@@ -23,7 +23,8 @@ void op_header_set_layer(epic_op_header *header, const epic_layer *layer)
     header->common[COMMON_LAYER_FLAGS] = layer->flags;
 }
 
-/* Copies the plan's id and layer, which the ranks compare, and the number of tokens. */
+/* Copies the plan's id, its layer and its number of tokens to the op header. The ranks compare
+ * the id and the layer. */
 static void op_header_set_plan(plan_op *s)
 {
     s->op_header.common[COMMON_PLAN] = (int64_t)s->plan.header->id;
@@ -37,7 +38,8 @@ void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, cons
     memset(s, 0, sizeof *s);
     enum plan_damage found =
         plan_check(&s->plan, plan, plan_bytes, ctx->group_id, ctx->rank, ctx->num_ranks);
-    /* exchange.sums has room for only max_top_k choices */
+    /* reject more than max_top_k choices per token, because exchange.sums has no room for
+     * more */
     if (found == PLAN_OK && s->plan.header->layer.top_k > ctx->config.max_top_k)
         found = PLAN_OUT_OF_RANGE;
     const data_fault damage = {DATA_PLAN, {found}};

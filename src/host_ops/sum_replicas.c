@@ -29,8 +29,8 @@ typedef struct replica_sum {
     float levels[MOST_LEVELS][CHUNK]; /* partial sums, one row for each level of the tree */
 } replica_sum;
 
-/* Returns whether a local expert is a replica of a->logical in leaf `leaf`. If `leaf` is -1,
- * the replica may be in any leaf. */
+/* Returns true if a local expert is a replica of a->logical and is in leaf `leaf`. If `leaf` is
+ * -1, accepts replicas in all leaves. */
 static bool is_replica_on_leaf(const replica_sum *a, int32_t local, int64_t leaf)
 {
     const int32_t expert = a->plan->expert_of[local];
