@@ -6,12 +6,14 @@
 #include "base/error.h"
 #include "rules/device_layout.h"
 
-/* number of fates that are copied to the host at a time; a fate is the slot of a choice (a
- * token and one of its top_k experts), or the reason why the choice was dropped */
+/* number of fates that are copied to the host at a time; the fate of a choice (a token and one
+ * of its top_k experts) is its slot if the choice was kept, and the reason of the drop if
+ * not */
 #define CHUNK 1024
 
-/* The header of a plan, which is a device_few_header or a device_many_header. few.num_ranks
- * shows which of the two types it is, because both types begin with the same members. */
+/* The header of a plan. It is a device_many_header if few.num_ranks is greater than
+ * DEVICE_FEW_RANKS, and a device_few_header if not. few.num_ranks is valid in both cases,
+ * because both types begin with the same members. */
 typedef union header {
     device_few_header few;
     device_many_header many;

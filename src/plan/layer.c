@@ -88,9 +88,10 @@ int32_t layer_owner_of(const epic_layer *layer, int32_t num_ranks, const plan_ta
     return (int32_t)(expert / ((layer->num_experts + ranks - 1) / ranks));
 }
 
-/* Checks the placement of expert e with EPIC_TREE, where the experts are divided into one block
- * per member. Returns true if the first expert of e's block is on the same rank as e. If e is
- * itself that first expert, also requires that no earlier block begins on that rank. */
+/* With EPIC_TREE the experts are divided into one block per member. Returns true if expert e is
+ * placed correctly. If e is the first expert of its block, the rank of e must not own the first
+ * expert of an earlier block. If e is not the first, its rank must own the first expert of the
+ * block. */
 static bool is_in_own_block(const epic_layer *layer, int32_t num_ranks,
                             const plan_tables *tables, uint32_t e)
 {

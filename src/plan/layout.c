@@ -99,8 +99,8 @@ static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int
 }
 
 /* Sets the pointers of *p that point into the workspace. The size of the plan depends on the
- * placement of the experts, which is not known yet, so the workspace begins behind the largest
- * possible plan. */
+ * placement of the experts, which is not known yet, so the workspace begins after the end of
+ * the largest possible plan. */
 static void locate_workspace(planner *p, const plan_header *h)
 {
     plan_header largest = *h;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A plan in host memory: where each choice of this rank's tokens goes, and which choices this
- * rank receives. A *choice* is a token and one of its top_k experts, a *slot* is a row of a
- * receive buffer, and a *slab* is the contiguous slots of one expert.
+/* A plan in host memory records where each choice of this rank's tokens goes, and which choices
+ * this rank receives. A *choice* is a token and one of its top_k experts, a *slot* is a row of
+ * a receive buffer, and a *slab* is the contiguous slots of one expert.
  *
  * The bytes are a header, followed by arrays of int32. The header contains the offsets of the
  * arrays. The bytes contain no addresses, so a plan may be copied. Arrays about the whole
@@ -102,17 +102,18 @@ enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes
 epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
                        int32_t num_members);
 
-/* Replaces the sum order EPIC_BY_HOSTS by EPIC_TREE or EPIC_BY_RANK. Chooses EPIC_TREE, with
- * one leaf per rank, if `relayed` is true and the number of ranks is a power of two that
- * divides the number of experts. `relayed` is context_relays(): true if the ranks of one host
- * add up their rows before they send the sum to another host. */
+/* If the sum order is EPIC_BY_HOSTS, replaces it. The new order is EPIC_TREE, with one leaf per
+ * rank, if `relayed` is true and the number of ranks is a power of two that divides the number
+ * of experts. In all other cases it is EPIC_BY_RANK. `relayed` is context_relays(): true if the
+ * ranks of one host add up their rows before they send the sum to another host. */
 void layer_choose_order(epic_layer *layer, int32_t num_ranks, bool relayed);
 
-/* Sets the offsets of the arrays and `bytes` in the header. The counts of tokens, ranks and
- * experts must already be in the header. */
+/* Sets the offsets of the arrays and `bytes` in the header. Requires that the numbers of
+ * tokens, ranks and experts are in the header. */
 void plan_layout(plan_header *header);
 
-/* Returns the addresses of the arrays of a plan. Its header must be valid. */
+/* Returns the addresses of the arrays of a plan. Requires that the header of the plan is
+ * valid. */
 plan_view plan_view_of(const void *plan);
 
 /* Returns a size in bytes that suffices for any plan of this layer, on CUDA contexts and, with
@@ -159,7 +160,7 @@ typedef struct planner {
     /* [num_experts] maximum number of choices that the expert keeps within expert_capacity */
     int32_t *expert_quota;
     /* [num_experts] number of choices that each expert keeps; before decide_num_kept() returns,
-     * an upper bound of it */
+     * an upper bound of this number */
     int32_t *num_kept;
     int32_t *next; /* [num_experts] number of choices of each expert that were visited so far */
     int32_t *used_slots; /* [num_ranks] number of slots of each rank that are assigned so far */
@@ -168,8 +169,8 @@ typedef struct planner {
      * choices */
     int32_t *keep_limit;
     /* [num_ranks] bounds of the binary search for keep_limit. limit_fits: the largest limit
-     * known to need no more than the rank's slots. limit_fails: the smallest limit known to
-     * need more. */
+     * found so far with which the rank has enough slots. limit_fails: the smallest limit found
+     * so far with which the rank has too few. */
     int32_t *limit_fits, *limit_fails;
     /* [num_ranks] number of slots that each rank needs; FLAT: number of rows */
     int64_t *needed;
@@ -215,13 +216,14 @@ typedef struct replicas_error {
 
 /* Checks the table of replicas (tables->logical_of_expert), which may be NULL. Sets
  * tables->has_absent. Returns the first error. Without EPIC_DROP_ABSENT each logical expert
- * must have a replica on a member. The caller must have checked the placement of the
+ * must have a replica on a member. Requires that the caller has checked the placement of the
  * experts. */
 replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks, plan_tables *tables);
 
-/* Begins a plan in the memory at `plan`, which has at least plan_bytes_bound() bytes. tokens_of
- * [num_ranks] is the number of tokens of each rank. Fills in the header, the pointers of *p,
- * and the arrays of the plan that depend only on tokens_of and *tables. */
+/* Begins a plan in the memory at `plan`. Requires that this memory has at least
+ * plan_bytes_bound() bytes. tokens_of [num_ranks] is the number of tokens of each rank. Fills
+ * in the header, the pointers of *p, and the arrays of the plan that depend only on tokens_of
+ * and *tables. */
 void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank,
                    int32_t num_ranks, const int64_t *tokens_of, const plan_tables *tables);
 
@@ -238,11 +240,11 @@ void planner_choose_replicas(planner *p);
  * The replicas of a logical expert share its expert_capacity. */
 void planner_deal_capacity(planner *p);
 
-/* Decides where every choice goes. Before the call, p->ids must contain the expert ids of the
- * choices of all ranks (EPIC_FATE_NONE: no expert), and p->owner, p->logical_of, p->capacity
- * and p->absent_load must be set. If a rank has too few slots, and choices must not be dropped,
- * returns EPIC_EOVERFLOW; the error text contains the lowest such rank. The plan is valid in
- * this case too, but it drops all choices. */
+/* Decides where every choice goes. Requires that p->ids contains the expert ids of the choices
+ * of all ranks (EPIC_FATE_NONE: no expert), and that p->owner, p->logical_of, p->capacity and
+ * p->absent_load are set. Without EPIC_OVERFLOW_DROP, returns EPIC_EOVERFLOW if a rank has too
+ * few slots. The error text contains the lowest such rank. The plan is valid even after this
+ * error, but it drops all choices. */
 epic_result planner_finish(planner *p);
 
 /* Writes the id, the group_id, the result and the checksums into the plan. After this call the

@@ -70,9 +70,10 @@ static bool is_priority_by_k(const planner *p)
     return p->header->layer.priority == EPIC_BY_K;
 }
 
-/* Returns 0 if expert e keeps a choice, and the reason EXPERT_IS_FULL or RANK_IS_FULL if not.
- * `position` is the number of choices of e before this choice in the order of priority. e keeps
- * the choices with a position below min(num_kept[e], keep_limit[rank of e]). */
+/* Returns 0 if expert e keeps a choice. If e drops it, returns the reason: EXPERT_IS_FULL if
+ * the expert has reached its expert_quota, and RANK_IS_FULL if not. `position` is the number of
+ * choices of e before this choice in the order of priority. e keeps the choices with a position
+ * below min(num_kept[e], keep_limit[rank of e]). */
 static int32_t drop_reason_of(const planner *p, int32_t e, int32_t position)
 {
     if (position < min_int32(p->num_kept[e], p->keep_limit[p->owner[e]])) return 0;
@@ -246,8 +247,9 @@ static int32_t fate_of(planner *p, int32_t e, int32_t id)
     return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
-/* Decides where the choices of one token go, in *c. In a FLAT layer, a slot of 0 or more only
- * means that the choice is kept: share_rows() replaces it by the token's row. */
+/* Decides where the choices of one token go, and stores the result in *c. In a FLAT layer, a
+ * value of c->slot[k] that is not negative only means that choice k is kept: share_rows()
+ * replaces this value by the token's row. */
 static void place_token(planner *p, const int32_t *ids, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -265,8 +267,8 @@ static void place_token(planner *p, const int32_t *ids, choices *c)
     }
 }
 
-/* For FLAT layers: assigns one row per rank, the next free row of that rank, to all kept
- * choices of the token that go to that rank. */
+/* For FLAT layers: assigns rows to the kept choices of a token. The kept choices that go to the
+ * same rank share one row, the next free row of that rank. */
 static void share_rows(planner *p, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -295,8 +297,8 @@ static void record_fates(planner *p, int64_t token, const choices *c)
 }
 
 /* Places a token of another rank: replaces the id of each choice that goes to `rank` (this
- * rank) by its slot, and all other ids by -1. Also increments next[] of the experts on other
- * ranks, so that later choices get the correct positions. */
+ * rank) by the choice's slot. Replaces all other ids by -1. Also increments next[] of the
+ * experts on other ranks, so that later choices get the correct positions. */
 static void place_foreign_token(planner *p, int32_t *ids, uint32_t top_k, int32_t rank)
 {
     for (uint32_t k = 0; k < top_k; k++) {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Replicas of logical experts: checks the table of replicas, chooses a replica for each choice
- * (a token and one of its top_k experts), and divides expert_capacity among the replicas. */
+/* Implements replicas of logical experts: checks the table of replicas, chooses a replica for
+ * each choice (a token and one of its top_k experts), and divides expert_capacity among the
+ * replicas. */
 #include <string.h>
 
 #include "plan/plan.h"
@@ -43,9 +44,9 @@ replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks, plan_t
 /* Links the replicas of each logical expert in a circular list, so that its choices are
  * assigned to the replicas round-robin. Leaves out experts that are replicas of no logical
  * expert, and experts on vacant seats. Sets turn[logical] to the replica for the next choice,
- * or to -1 if the list is empty, and after[expert] to the next replica in the list. The caller
- * passes parts of the planner's workspace that are not in use yet. Returns whether each logical
- * expert has a replica in its list.
+ * or to -1 if the list is empty. Sets after[expert] to the next replica in the list. Requires
+ * that `turn` and `after` are parts of the planner's workspace that are not in use yet. Returns
+ * true if the list of every logical expert has a replica.
  *
  * The compiler makes one copy of the function for each value of has_absent (true: some experts
  * may be on vacant seats), so that the usual case has no test per expert. */
@@ -71,9 +72,9 @@ static inline __attribute__((always_inline)) bool link_replicas(const planner *p
     return all;
 }
 
-/* Replaces the ids of choices whose expert is absent by EPIC_FATE_ABSENT, and counts these
- * choices. `turn` is the array that link_replicas() has filled in, or NULL if the layer has no
- * replicas. */
+/* Replaces the ids of choices whose expert is absent by EPIC_FATE_ABSENT, and counts the
+ * choices whose ids it replaces. `turn` is the array that link_replicas() has filled in, or
+ * NULL if the layer has no replicas. */
 static void drop_absent(planner *p, const int32_t *turn)
 {
     plan_header *h = p->header;
