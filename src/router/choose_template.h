@@ -46,7 +46,7 @@ static void select_best(int32_t *out, int k, const REAL *v, int64_t n,
 }
 
 /* Returns the score of a group of columns: its largest value or, with EPIC_GROUP_SUM, the sum
- * of its group_best largest values. v [n] are the values of the group. `order` is scratch
+ * of its group_best largest values. v [n] contains the values of the group. `order` is scratch
  * memory for 64 elements. */
 static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t *order)
 {

@@ -35,13 +35,14 @@ typedef struct router_job {
     /* [LOSS_RUNS]: partial sums of a loss, each over a range of tokens (rules/rule.h) */
     double *runs;
     double *scale_sums; /* [num_columns]: gradient of scale_of_expert, summed over tokens */
-    /* The workspace for one token. The tokens are handled one after the other, and all use the
-     * same workspace. */
+    /* The members from here on are the workspace for one token. The tokens are handled one
+     * after the other, and all use the same workspace. */
     void *logits; /* [num_columns]: logits of the token */
     void *scores; /* [num_columns]: scores of the columns */
     /* [num_columns]: values by which experts are chosen; scratch memory in backward */
     void *values;
-    /* scores of groups [num_groups] in forward, gradients [num_columns] in backward */
+    /* in the forward pass: scores of the groups [num_groups]; in the backward pass: gradients
+     * [num_columns] */
     void *spare;
     int32_t *order;         /* [num_columns]: columns or groups, in the order of their values */
     uint8_t *is_kept_group; /* [num_groups]: 1 if this group of columns is kept for the token */
@@ -75,13 +76,14 @@ int64_t router_job_workspace_bytes(const router_job *job);
 const void *router_job_logits_row(const router_job *job, const void *logits, int64_t token);
 void *router_job_d_logits_row(const router_job *job, void *d_logits, int64_t token);
 
-/* Checks the arguments of epic_router_forward and fills in *job. Does not read token_ids, table
- * and topk_idx_in, which may be in device memory. Returns EPIC_OK or EPIC_EINVAL. */
+/* Checks the arguments of epic_router_forward and fills in *job. Does not read the arrays
+ * token_ids, table and topk_idx_in, because they may be in device memory. Returns EPIC_OK or
+ * EPIC_EINVAL. */
 epic_result router_prepare_forward(router_job *job, const epic_router_args *args);
 
 /* Returns the first value that is out of range: a token id, an entry of the table or a forced
- * expert id. If all values are valid, returns a fault whose `error` is DATA_OK. The arrays must
- * be in host memory. */
+ * expert id. If all values are valid, returns a fault whose `error` is DATA_OK. Requires that
+ * the arrays of *args are in host memory. */
 data_fault router_find_fault(const router_job *job, const epic_router_args *args);
 
 /* Returns EPIC_EINVAL if an expert id is num_columns or higher. Negative ids are valid and mean

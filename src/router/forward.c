@@ -19,8 +19,9 @@ static int64_t token_id(const epic_router_args *args, int64_t token)
     return args->token_id_type == EPIC_I64 ? wide[token] : narrow[token];
 }
 
-/* Returns the experts [top_k] of a token if topk_idx_in or a row of the caller's table contains
- * them, and NULL if the router chooses. */
+/* Returns the experts [top_k] of a token if the caller has chosen them, with topk_idx_in or
+ * with a table that has one row per token id. Returns NULL if the router chooses the
+ * experts. */
 static const int32_t *given_row(const epic_router_args *args, const router_job *job,
                                 int64_t token)
 {
@@ -66,7 +67,7 @@ data_fault router_find_fault(const router_job *job, const epic_router_args *args
     return (data_fault){DATA_OK, {0}};
 }
 
-/* Returns an error if router_find_fault() finds an invalid value. For calls that involve no
+/* Returns an error if router_find_fault() finds an invalid value. Used by calls that involve no
  * other rank. */
 static epic_result check_ids(const router_job *job, const epic_router_args *args)
 {

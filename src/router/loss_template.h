@@ -2,20 +2,21 @@
 /* Computes the contribution of one token to the losses, and its gradient. row_template.h
  * includes this file.
  *
- * Balance loss: the contribution is the sum over experts e of P_e load_e. P_e is the
- * probability of expert e, and load_e the number of choices of e. If router.score is softmax or
- * logits, P is the softmax of the logits. For other scores P_e is the score of e divided by the
- * sum of all scores. The derivative of the contribution with respect to P_e is load_e. The
+ * Balance loss: the contribution is the sum over experts e of P_e * load_e. P_e is the
+ * probability of expert e, and load_e is the number of choices of e. If router.score is softmax
+ * or logits, P is the softmax of the logits. For other scores P_e is the score of e divided by
+ * the sum of all scores. The derivative of the contribution with respect to P_e is load_e. The
  * gradient of the logits follows from this derivative by the chain rule.
  *
- * Z-loss: the contribution is logsumexp(z)^2, where z are the logits. Its gradient is 2
- * logsumexp(z) softmax(z).
+ * Z-loss: the contribution is logsumexp(z)^2, where z are the logits. Its gradient is 2 *
+ * logsumexp(z) * softmax(z).
  *
  * Sums over experts and over tokens are computed in float64. losses.c has the sources of the
  * formulas. */
 
-/* Writes the probabilities P to job->scores. Returns 1 for a softmax. For other scores returns
- * the sum of the scores. The scores are divided by this sum unless it is 0. */
+/* Writes the probabilities P to job->scores. Returns 1 for a softmax. For other scores, returns
+ * the sum of the scores. P is the scores divided by this sum or, if the sum is 0, the scores
+ * themselves. */
 static REAL make_probabilities(const router_job *job, const void *logits)
 {
     const uint32_t score = job->router.score;
@@ -32,7 +33,7 @@ static REAL make_probabilities(const router_job *job, const void *logits)
     return sum;
 }
 
-/* Returns the sum of P_e load_e over the experts. Adds in the same order as sum_row(). */
+/* Returns the sum of P_e * load_e over the experts e. Adds in the same order as sum_row(). */
 static double dot_load(const router_job *job, const int32_t *load)
 {
     const REAL *p = job->scores;
@@ -55,8 +56,8 @@ static double sum_balance(const router_job *job, const void *logits, const int32
     return dot_load(job, load);
 }
 
-/* Computes dz, the gradient of factor * (sum of P_e load_e) with respect to the logits z. With
- * m = sum of P_j load_j:
+/* Computes dz, the gradient of factor * (sum of P_e * load_e) with respect to the logits z. m
+ * is the sum of P_j * load_j. The formula of dz depends on the score:
  *
  * - softmax: dz_i = factor * P_i (load_i - m).
  * - other scores s: dz_i = factor * (load_i - m) / (sum of s) * ds_i/dz_i.

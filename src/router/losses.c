@@ -52,8 +52,8 @@ static epic_result check_loss_arrays(const loss_job *job, pass pass)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks total_tokens, the arguments that only forward or only backward has, and the alignment
- * and overlap of arrays. */
+/* Checks total_tokens, the arguments that only the forward pass or only the backward pass has,
+ * and the alignment and overlap of arrays. */
 static epic_result check_pass(const loss_job *job, pass pass)
 {
     const epic_loss_args *a = &job->args;
@@ -164,8 +164,8 @@ static const int32_t *count_choices(const loss_job *job, int64_t first)
 }
 
 /* Sets *load to an array with the number of choices of each expert: in the sequence that begins
- * at token `first`, or in the whole group. Returns the number of tokens, from `first` on, to
- * which *load applies. */
+ * at token `first` if the loss is computed per sequence, and in the whole group if not. Returns
+ * the number of tokens, from `first` on, to which *load applies. */
 static int64_t next_load(const loss_job *job, int64_t first, const int32_t **load)
 {
     const bool whole = job->args.sequence_tokens == 0;
@@ -366,7 +366,7 @@ static epic_result check_bias(const epic_bias_update_args *a)
 
 /* Updates the bias: bias_e += rate * sign(mean load - load_e). The sign is computed as the sign
  * of total - num_experts * load_e in integers, where `total` is the sum of all loads, so that
- * no rounding can change it. */
+ * rounding cannot change the sign. */
 static void update_bias(const epic_bias_update_args *a)
 {
     int64_t total = 0;

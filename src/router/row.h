@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Declares tables of the functions that compute the router for one token (row_template.h). */
+/* Declares two tables of the functions that compute the router for one token (row_template.h):
+ * one table for float32 and one for float64. */
 #ifndef EPIC_ROUTER_ROW_H
 #define EPIC_ROUTER_ROW_H
 

@@ -2,13 +2,15 @@
 /* Computes the weights of a token's chosen experts, and their gradients. row_template.h
  * includes this file.
  *
- * If choice i is expert e, its weight is parts[i] / divisor * scale * scale_of_expert[e].
+ * If the id of choice i is expert e, the weight of the choice is parts[i] / divisor * scale *
+ * scale_of_expert[e].
  *
  * - parts[i] depends on the weight rule: it is the score of e, the sigmoid of the logit of e,
  *   the element of e in the softmax over the logits of the chosen experts, or the probability
  *   of e in SparseMixer.
- * - The divisor is 1, the sum of the parts plus eps (EPIC_NORMALIZE_SUM), or the larger of the
- *   sum and norm_min (EPIC_NORMALIZE_CLAMPED).
+ * - The divisor depends on the normalization: it is the sum of the parts plus eps
+ *   (EPIC_NORMALIZE_SUM), the larger of the sum and norm_min (EPIC_NORMALIZE_CLAMPED), or 1 (no
+ *   normalization).
  *
  * If the id of a choice is negative, the choice has no expert, and its weight is 0. */
 
@@ -39,8 +41,8 @@ static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int 
 }
 
 /* Computes p [num_columns], the softmax for choice i in EPIC_WEIGHT_SPARSEMIXER (arXiv
- * 2310.00811). The part of choice i is p of its expert. The softmax leaves out two sets of
- * columns, whose p is 0:
+ * 2310.00811). The part of choice i is the element of p for its expert. The softmax leaves out
+ * two sets of columns, whose p is 0:
  *
  * - The columns of earlier choices.
  * - Columns whose logit z is far below `largest`, the largest logit of the remaining columns:
