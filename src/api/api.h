@@ -7,10 +7,10 @@
 #include "context/context.h"
 #include "exchange/op_header.h"
 
-/* Each function api_X works like the public call epic_X. If `extra` is not NULL, it also adds
- * the data in *extra to its op header. If any rank sets extra->fault (host contexts only), all
- * ranks return this error, the outputs are zeros, and the group stays usable. If extra->options
- * differs between ranks, all ranks return EPIC_EMISMATCH. */
+/* Each function api_X works like the public call epic_X. If `extra` is not NULL, api_X also
+ * adds the data in *extra to its op header. extra->fault may be set only in host contexts. If
+ * any rank sets it, all ranks return this error, the outputs are zeros, and the group stays
+ * usable. If extra->options differs between ranks, all ranks return EPIC_EMISMATCH. */
 epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
                      const op_header_extra *extra);
 epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,

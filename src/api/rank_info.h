@@ -18,7 +18,8 @@ typedef struct rank_info {
     uint64_t magic;
     uint32_t version;
     uint32_t bytes; /* sizeof(rank_info) */
-    /* this rank's result of opening so far; if it is an error, `sentence` is its error text */
+    /* the rank's result of opening the group so far; if the result is an error, `sentence` is
+     * the error text */
     int64_t refused;
     int64_t rank, num_ranks;
     int64_t max_tokens, max_row_bytes, staging_bytes, timeout_ms, max_in_flight, max_sms,
