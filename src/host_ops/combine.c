@@ -8,10 +8,10 @@
  * rank adds the partials of all ranks in the layer's sum order and rounds the result once. A
  * partial is sent in pieces, each of which fits into one ring entry.
  *
- * dispatch_backward adds gradient rows in the same way. Each rank also sends a *trailer* after
- * the partial: the gradients of the weights of the token's choices, as floats. A choice is one
- * of the top_k experts of a token. The home rank stores these gradients in d_weights without
- * adding them. */
+ * dispatch_backward adds gradient rows in the same way. In dispatch_backward, each rank also
+ * sends a *trailer* after the partial: the gradients of the weights of the token's choices, as
+ * floats. A choice is one of the top_k experts of a token. The home rank stores these gradients
+ * in d_weights without adding them. */
 #include <string.h>
 
 #include "base/error.h"
