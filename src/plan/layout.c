@@ -90,7 +90,7 @@ static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int
 {
     int32_t most = 0;
     memset(count, 0, (size_t)num_ranks * sizeof *count);
-    /* ignore the experts of a rank that has left */
+    /* begin at INT32_MIN for a rank that has left, so that its count is never the maximum */
     for (int32_t r = 0; members && r < num_ranks; r++)
         if (!seat_set_has(members, r)) count[r] = INT32_MIN;
     for (uint32_t e = 0; e < layer->num_experts; e++)

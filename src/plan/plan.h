@@ -116,9 +116,9 @@ void plan_layout(plan_header *header);
  * valid. */
 plan_view plan_view_of(const void *plan);
 
-/* Returns a size in bytes that suffices for any plan of this layer, on CUDA contexts and, with
- * the workspace of the planner, on host contexts. Returns 0 if the number of slots of a rank
- * might exceed INT32_MAX. */
+/* Returns a size in bytes that suffices for any plan of this layer on host and CUDA contexts.
+ * The size includes the workspace that the planner needs on host contexts. Returns 0 if the
+ * number of slots of a rank might exceed INT32_MAX. */
 int64_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_tokens);
 
 /* Returns the number of valid expert ids. In a layer with replicas, an expert id is the id of a
@@ -185,7 +185,7 @@ typedef struct plan_tables {
     bool has_absent; /* set by replicas_check(): logical_of_expert contains EPIC_ABSENT */
 } plan_tables;
 
-/* Returns the rank that owns an expert. If rank_of_expert is invalid, the result may not be a
+/* Returns the rank that owns an expert. If rank_of_expert is invalid, the result might not be a
  * rank of the group. */
 int32_t layer_owner_of(const epic_layer *layer, int32_t num_ranks, const plan_tables *tables,
                        uint32_t expert);
@@ -209,8 +209,8 @@ placement_error layer_check_placement(const epic_layer *layer, int32_t num_ranks
 typedef struct replicas_error {
     /* expert whose entry in the table is out of range; -1: all entries are in range */
     int64_t expert;
-    /* the invalid entry. If `expert` is -1: the logical expert that has no replica; if
-     * `logical` is -1 too, there is no error. */
+    /* if `expert` is not -1: the invalid entry of the table; if `expert` is -1: the logical
+     * expert that has no replica, or -1 if there is no error */
     int64_t logical;
 } replicas_error;
 

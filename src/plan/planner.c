@@ -155,7 +155,7 @@ static bool is_over(const planner *p, int32_t rank)
  *
  * A binary search finds the limits of all ranks at the same time, between limit_fits[rank] and
  * limit_fails[rank]. For a rank within its capacity, limit_fits and limit_fails are equal from
- * the start, and its num_kept does not change. */
+ * the start, and num_kept of its experts does not change. */
 static void drop_choices(planner *p)
 {
     const plan_header *h = p->header;
