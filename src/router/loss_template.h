@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Computes the contribution of one token to the losses, and its gradient. row_template.h
- * includes this file.
+/* Computes the contribution of one token to the losses, and the gradient of this contribution.
+ * row_template.h includes this file.
  *
  * Balance loss: the contribution is the sum over experts e of P_e * load_e. P_e is the
  * probability of expert e, and load_e is the number of choices of e. If router.score is softmax

@@ -22,13 +22,15 @@ typedef struct router_row_ops {
      * probability times its load. */
     double (*balance)(const router_job *job, const void *logits, const int32_t *load);
 
-    /* Writes (EPIC_ACCUMULATE: adds) the gradient of factor * balance() to d_logits. */
+    /* Writes the gradient of factor * balance() to d_logits. With EPIC_ACCUMULATE, adds it to
+     * d_logits instead. */
     void (*balance_backward)(const router_job *job, const void *logits, const int32_t *load,
                              double factor, void *d_logits);
 
     double (*z_square)(const router_job *job, const void *logits);
 
-    /* Writes (EPIC_ACCUMULATE: adds) the gradient of factor * z_square() to d_logits. */
+    /* Writes the gradient of factor * z_square() to d_logits. With EPIC_ACCUMULATE, adds it to
+     * d_logits instead. */
     void (*z_backward)(const router_job *job, const void *logits, double factor,
                        void *d_logits);
 } router_row_ops;

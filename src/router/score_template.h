@@ -112,7 +112,8 @@ static void score_backward(const router_job *job)
             if (d[i] != 0) d[i] *= score_slope(s[i], z[i], job->router.score);
 }
 
-/* Writes (EPIC_ACCUMULATE: adds) job->spare, the gradient of the logits, to d_logits. */
+/* Writes job->spare, the gradient of the logits, to d_logits. With EPIC_ACCUMULATE, adds it to
+ * d_logits instead. */
 static void store_d_logits(const router_job *job, void *d_logits)
 {
     const int64_t n = job->num_columns;
