@@ -41,7 +41,7 @@ typedef struct epic_peer {
     uint64_t library;
 } epic_peer;
 
-/* The arguments of join, which are valid only during the call. */
+/* The arguments of join. They are valid only during the call. */
 typedef struct epic_join {
     const epic_bootstrap *bootstrap; /* epic_open has checked gather, rank and num_ranks */
     const epic_config *config;       /* defaults filled in; equal on all ranks */

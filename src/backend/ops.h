@@ -40,8 +40,8 @@ typedef struct epic_loss_args {
     epic_stream stream;
 } epic_loss_args;
 
-/* Arguments of the gate, the dense layer in front of the router: logits = x w_gate + b_gate,
- * and its backward pass. */
+/* Arguments of the gate (the dense layer in front of the router), which computes logits = x
+ * w_gate + b_gate, and of its backward pass. */
 typedef struct epic_gate_args {
     epic_stream stream;
     const void *x; /* [tokens, hidden] of row_type */
@@ -51,10 +51,11 @@ typedef struct epic_gate_args {
      * split-K slices by `block` and not by `tokens`, so the bits of the result do not depend on
      * the number of ranks. */
     int64_t block;
-    /* The gate uses float32 values or bfloat16 components (p2p/gate.c), depending on this
-     * number of tokens. Equal for all numbers of ranks. 0: use `block`. */
+    /* The number of tokens by which the gate decides between float32 values and bfloat16
+     * components (p2p/gate.c). It must not depend on the number of ranks. 0: use `block`. */
     int64_t deciding_tokens;
-    /* Backward: how the tokens form blocks. With count 0 or 1, all tokens are one block. */
+    /* Backward divides the tokens into these blocks. If blocks.count is 0 or 1, all tokens are
+     * one block. */
     gate_blocks blocks;
     const float *w_gate, *b_gate; /* b_gate may be NULL */
     /* [tokens, columns]. Forward: output. Backward: input, the gradient of the logits. */
@@ -64,7 +65,8 @@ typedef struct epic_gate_args {
     void *workspace;
     /* [tokens, hidden] of row_type. Backward adds the gradient of x to it. May be NULL. */
     void *d_x;
-    /* [tokens, hidden]. Backward also adds these rows to d_x. May be NULL. */
+    /* [tokens, hidden]: rows that backward adds to d_x together with the gradient of x; may be
+     * NULL */
     const void *addend;
     float *d_w_gate, *d_b_gate; /* backward outputs; may be NULL */
     uint32_t row_type;
@@ -80,8 +82,8 @@ typedef struct epic_gate_args {
  * NULL means.
  *
  * Each function launches kernels on the stream of its arguments and returns without waiting for
- * them. The caller in libepic.so has checked the arguments. A function that has the name of a
- * public call takes the arguments of that call. Functions return EPIC_OK or an error.
+ * them. The caller in libepic.so must have checked the arguments. A function that has the name
+ * of a public call takes the arguments of that call. Functions return EPIC_OK or an error.
  * epic_backend.sentence then returns the error text. */
 typedef struct epic_ops {
     epic_result (*plan)(epic_group *, const epic_plan_args *);
@@ -107,7 +109,7 @@ typedef struct epic_ops {
      * cannot change. */
     const struct epic_regroup_transport *regroup;
 
-    /* Router and losses. The caller has filled in the defaults of args->router. A loss is
+    /* Router and losses. Requires that the defaults of args->router are filled in. A loss is
      * `factor` times a sum over the tokens, so the backward pass multiplies d_loss by
      * `factor`. */
     epic_result (*router_forward)(epic_group *, const epic_router_args *);
@@ -118,8 +120,8 @@ typedef struct epic_ops {
     epic_result (*z_loss_backward)(epic_group *, const epic_loss_args *, double factor);
     epic_result (*bias_update)(epic_group *, const epic_bias_update_args *);
 
-    /* Experts. The caller has filled in the defaults of args->experts. If expert_rows is NULL,
-     * all slots belong to one expert. A layer uses this for its shared expert. */
+    /* Experts. Requires that the defaults of args->experts are filled in. If expert_rows is
+     * NULL, all slots belong to one expert. A layer uses this for its shared expert. */
     epic_result (*experts_forward)(epic_group *, const epic_experts_args *);
     epic_result (*experts_backward)(epic_group *, const epic_experts_backward_args *);
 
@@ -142,12 +144,12 @@ typedef struct epic_ops {
     epic_result (*shared_gate_backward)(epic_group *, epic_stream, const layer_tokens *,
                                         float *gradient, bool accumulate, void *workspace);
 
-    /* Writes layer_tokens.d_weights for choices that are zero-experts (experts whose output is
-     * their input). The rows of such choices are not sent, so no other operation computes these
-     * gradients. */
+    /* Writes layer_tokens.d_weights for the choices whose expert is a zero-expert (an expert
+     * whose output is its input). The rows of such choices are not sent, so no other operation
+     * computes these gradients. */
     epic_result (*zero_experts_backward)(epic_group *, epic_stream, const layer_tokens *);
 
-    /* Adds to the output the rows that never leave this rank: the outputs of the shared expert
+    /* Adds the rows that never leave this rank to the output: the outputs of the shared expert
      * and of zero-experts. */
     epic_result (*add_local_rows)(epic_group *, epic_stream, const layer_tokens *,
                                   const layer_rows *);
@@ -167,8 +169,8 @@ typedef struct epic_ops {
     epic_result (*read_counts)(epic_group *, epic_stream, const int32_t *from, int64_t count,
                                int32_t *to);
 
-    /* Sums each of the two rows of values [2, n] in the order of a binary tree, where n is a
-     * power of two. Writes the two sums to values[0] and values[1]. */
+    /* Sums each of the two rows of values [2, n] in the order of a binary tree. Requires that n
+     * is a power of two. Writes the two sums to values[0] and values[1]. */
     epic_result (*sum_trees)(epic_group *, epic_stream, float *values, int64_t n);
 
     /* Writes losses [2] (balance loss, z-loss) and their sum to the loss outputs in the

@@ -33,7 +33,8 @@ typedef struct epic_regroup_transport {
      * `ms` milliseconds. Returns false if no message has arrived. */
     bool (*receive)(epic_group *group, int *from, void *message, size_t bytes, uint32_t ms);
 
-    /* Returns whether the rank on a seat has closed its context, or its process has exited. */
+    /* Returns true if the rank on seat `seat` has closed its context or if its process has
+     * exited. */
     bool (*is_gone)(epic_group *group, int seat);
 
     /* Creates the memory of the generation group_id. Called only by the rank that proposes this
@@ -45,8 +46,8 @@ typedef struct epic_regroup_transport {
     epic_result (*prepare)(epic_group *group, uint64_t group_id);
 
     /* Enters the prepared generation, whose members are `members`, and releases the memory of
-     * the current generation. No operation of this rank may be in flight. An error breaks the
-     * new generation. */
+     * the current generation. Requires that no operation of this rank is in flight. An error
+     * breaks the new generation. */
     epic_result (*enter)(epic_group *group, const seat_set *members);
 } epic_regroup_transport;
 

@@ -213,7 +213,8 @@ typedef struct epic_transport {
      * group is kept. */
     void (*break_group)(epic_group *group, const epic_failure_info *failure);
 
-    /* Returns true and writes the failure to *out if the group has failed. */
+    /* If the group has failed, writes the failure to *out and returns true. If not, returns
+     * false. */
     bool (*failure)(epic_group *group, epic_failure_info *out);
 
     /* Sets the seats of the group that have a member. Called on all members, before the first

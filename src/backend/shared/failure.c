@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Stores the first failure that any rank reports in the segment (shared memory), so that all
- * ranks return this failure. Also determines whether a peer is gone. */
+ * ranks return this failure. Also determines whether a peer is gone (has closed its context or
+ * has died). */
 #include <time.h>
 
 #include "backend/shared/shared.h"
@@ -22,9 +23,9 @@ bool shared_is_gone(epic_group *g, int peer)
     return shared_is_known_gone(g, peer) || (g->is_dead && g->is_dead(g, peer));
 }
 
-/* Implements epic_transport.any_gone. A rank stores any_gone before it loads the futexes
- * (wait.c), and all these accesses are sequentially consistent. So a rank cannot go to sleep
- * without noticing that a peer is gone. */
+/* Implements epic_transport.any_gone. A rank that closes, or that finds that a peer has exited,
+ * stores any_gone before it loads the futexes (wait.c). All these accesses are sequentially
+ * consistent. So a rank cannot go to sleep without noticing that a peer is gone. */
 bool shared_any_gone(const epic_group *g)
 {
     return load_ordered(&g->header->any_gone) != 0;
@@ -38,9 +39,10 @@ void shared_report_end(epic_group *g, int peer)
     shared_wake_all(g);
 }
 
-/* Claims failure_state, so that this rank may write the failure. While another rank writes a
- * failure, waits for that rank; if that rank has died, claims failure_state instead of it.
- * Returns false if the group already has a failure, or after PATIENCE_NS. */
+/* Claims failure_state, so that this rank may write the failure. If another rank has claimed
+ * it, waits until that rank has written its failure; if that rank has died, takes over its
+ * claim. Returns false if the group already has a failure, or if the wait exceeds
+ * PATIENCE_NS. */
 static bool become_writer(epic_group *g)
 {
     const int64_t stop = clock_ns() + PATIENCE_NS;

@@ -149,15 +149,15 @@ const epic_op_header *shared_op_header(epic_group *g, int index, int peer)
 
 /* Ends the exchange on this rank. Marks this rank's own slot as finished. In the slot of each
  * peer, sets `done` to show that this rank no longer uses that peer's slot. Releases the claim
- * on its own slot, and wakes the threads of all ranks that wait for a free slot. */
+ * on its own slot. Wakes all threads, on any rank, that wait for a free slot. */
 void shared_finish(epic_group *g, int index)
 {
     shared_exchange *x = &g->exchanges[index];
     store_release(&x->slot->finished, 1);
     for (int r = 0; r < g->num_ranks; r++) {
         shared_op_slot *peer_slot = x->links[r].slot;
-        /* NULL for this rank itself, and for a peer whose slot was not found before the group
-         * failed */
+        /* peer_slot is NULL for this rank itself, and for a peer whose slot was not found
+         * before the group failed */
         if (!peer_slot) continue;
         store_ordered(&peer_slot->peers[g->rank].done, load_relaxed(&peer_slot->version));
         shared_wake_free_slot(g, r);

@@ -28,8 +28,8 @@ static void add_wait(const epic_group *g, const shared_wait *wait, epic_peer_sta
         out->waits_for[w] |= load_relaxed(&wait->waits_for[w]);
 }
 
-/* Adds to *out the ranks for which the peer waits in any of its operations or while it waits
- * for a free op slot. */
+/* Adds to *out the ranks for which any thread of the peer waits, in an operation or for a free
+ * op slot. */
 static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
 {
     const shared_rank_state *head = shared_rank_state_of(g, peer);

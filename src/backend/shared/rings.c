@@ -14,8 +14,8 @@ int64_t shared_ring_bytes(const epic_group *g, bool everyone)
     return everyone ? g->layout.broadcast_ring_bytes : g->layout.peer_ring_bytes;
 }
 
-/* Begins the next flow (a sequence of `entries` entries) in a ring, for its writer or
- * reader. */
+/* Begins the next flow (a sequence of `entries` entries) in a ring that this rank writes or
+ * reads. */
 static void next_flow(ring_end *end, int64_t entries, char *ring)
 {
     end->base = end->next;
@@ -169,7 +169,8 @@ void shared_drop(epic_group *g, int index, int from, int64_t upto)
     peer_link *link = &x->links[from];
     shared_peer_counters *counters = &link->slot->peers[g->rank];
     const ring_end *end = x->everyone ? &link->broadcast_in : &link->in;
-    /* not compared with `sent`, because a reader may drop entries before they are sent */
+    /* `upto` is not compared with `sent`, because a reader may drop entries before they are
+     * sent */
     INVARIANT(end->base + upto <= end->next);
     if (x->everyone)
         store_ordered(&counters->broadcast_dropped, end->base + upto);

@@ -36,8 +36,9 @@ static void size_full_rings(const epic_config *config, shared_layout *l)
     l->peer_ring_bytes = at_least(l->broadcast_ring_bytes / peers / 64 * 64, GOOD_RING);
 }
 
-/* Divides `bytes` bytes of staging memory of an op slot. The broadcast ring gets half, or less
- * if the peer rings would be smaller than MIN_RING. */
+/* Divides the staging memory of an op slot, which has `bytes` bytes, into rings. The broadcast
+ * ring gets half of the memory, or less if a peer ring would otherwise be smaller than
+ * MIN_RING. */
 static void split_staging(shared_layout *l, int64_t bytes)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);
@@ -45,8 +46,8 @@ static void split_staging(shared_layout *l, int64_t bytes)
     l->broadcast_ring_bytes = (bytes - l->peer_ring_bytes * peers) / 64 * 64;
 }
 
-/* Chooses ring sizes for full speed, or smaller ones if config.staging_bytes is smaller.
- * Returns EPIC_EINVAL if even the smallest rings do not fit. */
+/* Chooses ring sizes for full speed. If these need more than config.staging_bytes, chooses
+ * smaller sizes. Returns EPIC_EINVAL if even the smallest rings do not fit. */
 static epic_result choose_ring_sizes(const epic_config *config, shared_layout *l)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);

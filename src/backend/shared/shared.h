@@ -89,15 +89,16 @@ struct epic_group {
     shared_exchange *exchanges; /* [num_slots]: the state of each op slot */
     peer_link *links;           /* [num_slots, num_ranks]: memory of shared_exchange.links */
 
-    /* Returns whether the peer is gone without a sign in the segment: its process has exited
-     * or, if the ranks are threads of one process, it has closed its context in another
+    /* Returns whether the peer is gone although the segment does not show it: its process has
+     * exited or, if the ranks are threads of one process, it has closed its context in another
      * generation. */
     bool (*is_dead)(epic_group *group, int peer);
     void *backend_data; /* state of the backend threads or shm */
 };
 
 /* Initializer of an epic_transport. The transports of the backends threads and shm differ only
- * in the three arguments: how windows work, and how the members of the group change. */
+ * in the three arguments: the functions for windows, and those that change the members of the
+ * group. */
 #define SHARED_TRANSPORT(windows_of_backend, regroup_of_backend, set_members_of_backend)      \
     {                                                                                         \
         .windows = (windows_of_backend), .regroup = (regroup_of_backend), .shares = true,     \
@@ -116,12 +117,13 @@ struct epic_group {
 epic_result shared_group_new(epic_group **out, const epic_join *join,
                              const shared_layout *layout, char *segment,
                              bool is_shared_by_processes);
-/* Writes the header of a new segment (shared memory of the group), before any peer maps it. */
+/* Writes the header of a new segment (shared memory of the group). Requires that no peer has
+ * mapped the segment yet. */
 void shared_segment_init(char *segment, const shared_layout *layout, uint64_t group_id);
 /* Returns whether the header of the segment was written for this group and layout. */
 bool shared_segment_is_of(const char *segment, const shared_layout *layout, uint64_t group_id);
 /* Enters the next generation: replaces the segment by `segment`, which has the same layout, and
- * sets the members. No operation of this rank is in flight. */
+ * sets the members. Requires that no operation of this rank is in flight. */
 void shared_group_enter(epic_group *group, char *segment, const seat_set *members);
 /* Marks this rank as closed and wakes all peers. */
 void shared_group_close(epic_group *group);
@@ -164,7 +166,8 @@ bool shared_failure(epic_group *group, epic_failure_info *out);
 void shared_set_members(epic_group *group, const seat_set *members);
 uint64_t shared_bytes_sent(const epic_group *group);
 
-/* Functions of windows.c for the epic_window_transport of the backends threads and shm. */
+/* The backends threads and shm use these functions (windows.c) in their
+ * epic_window_transport. */
 void shared_begin_stores(epic_group *group);
 void shared_end_stores(epic_group *group);
 bool shared_may_store(epic_group *group, int peer);

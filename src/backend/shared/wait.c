@@ -64,8 +64,8 @@ static bool should_sleep_on(epic_group *g, shared_wait *wait, const uint64_t *wa
            !waits_for_gone_peer(g, waits_for);
 }
 
-/* Sleeps on the futex until the deadline, at most slice_ns, so that the heartbeat can be
- * renewed. */
+/* Sleeps on the futex until a peer wakes it or the deadline passes, but at most slice_ns, so
+ * that the caller can renew the heartbeat. */
 static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, int64_t deadline)
 {
     const int64_t now = clock_ns();
