@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tracks how many SMs of each GPU the contexts of this process use. Kernels of ranks that wait
- * for each other must run at the same time, or they deadlock. So all contexts on a GPU
- * together, also contexts of different groups, may use at most all SMs of the GPU. */
+ * for each other must run at the same time, or they deadlock. So the contexts on a GPU,
+ * including contexts of different groups, must not use more SMs together than the GPU has. */
 #include <pthread.h>
 #include <string.h>
 
@@ -25,8 +25,8 @@ int p2p_budget_taken(int device)
     return sms;
 }
 
-/* Reserves `sms` SMs of a device and returns true. If more than `most` SMs of the device would
- * then be in use, reserves none and returns false. Sets *others to the number of SMs in use
+/* Reserves `sms` SMs of a device and returns true. If this would make more than `most` SMs of
+ * the device used, reserves none and returns false. Sets *others to the number of SMs in use
  * before the call. */
 static bool budget_add(int device, int sms, int most, int *others)
 {

@@ -105,8 +105,8 @@ static void read_control(struct msghdr *message, p2p_exported_chunks *chunks, in
     }
 }
 
-/* Returns whether the values in a received message are in range. `bytes` is the number of bytes
- * of *chunks that have arrived, num_descriptors the number of descriptors. */
+/* Returns whether the values in a received message are in range. `bytes` bytes of *chunks and
+ * num_descriptors descriptors have arrived. */
 static bool is_valid(const p2p_exported_chunks *chunks, size_t bytes, int num_descriptors)
 {
     int count = 0;

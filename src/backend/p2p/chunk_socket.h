@@ -7,11 +7,11 @@
 
 #include "backend/p2p/chunks.h"
 
-/* The beginning of each message. The receiver ignores a message whose header has other values
- * than it expects, because any process of the host may send to the socket. */
+/* The beginning of each message. The receiver ignores a message if its header has unexpected
+ * values, because any process of the host may send to the socket. */
 typedef struct p2p_chunk_header {
     uint64_t group_id;
-    /* number of the exchange of messages in which a window is added (windows.c) */
+    /* number of the exchange of messages in which the ranks add a window (windows.c) */
     uint64_t sequence;
     int32_t rank; /* the rank that has sent the message */
     uint32_t reserved;

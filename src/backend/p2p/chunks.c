@@ -275,7 +275,7 @@ epic_result p2p_chunks_import(const p2p_exported_chunks *exported, p2p_chunks *o
 }
 
 /* Maps the chunks at the reserved addresses of `out`. Sets *mapped to the number of bytes that
- * it has mapped, also after an error. */
+ * it has mapped, even if it returns an error. */
 static CUresult map_chunks(const p2p_chunks *chunks, int device, const p2p_mapping *out,
                            size_t *mapped)
 {

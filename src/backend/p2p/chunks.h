@@ -51,7 +51,7 @@ typedef struct p2p_mapping {
 } p2p_mapping;
 
 /* Sets *base and *size to the address and size of the allocation or chunk that contains `at`.
- * Finds only memory of the current device. Returns EPIC_ENOTSUP if there is no such memory. */
+ * Returns EPIC_ENOTSUP if `at` is not in memory of the current device. */
 epic_result p2p_find_range(const void *at, uint8_t **base, int64_t *size);
 /* Returns whether the memory at this address belongs to a memory pool (cudaMallocAsync). */
 bool p2p_is_of_pool(const void *at);
@@ -71,9 +71,9 @@ epic_result p2p_chunk_device(const void *at, int *device);
 epic_result p2p_chunks_check(const p2p_chunks *chunks, const uint8_t *data, int64_t offset,
                              int device);
 
-/* Exports chunks for other processes. `data` is the address of the window, for error texts. The
- * caller closes the descriptors with p2p_chunks_close(). Errors: EPIC_ENOTSUP if cuMemCreate()
- * was called without a handle type that can be exported. */
+/* Exports chunks for other processes. `data` is the address of the window, which error texts
+ * contain. The caller must close the descriptors with p2p_chunks_close(). Errors: EPIC_ENOTSUP
+ * if cuMemCreate() was called without a handle type that can be exported. */
 epic_result p2p_chunks_export(const p2p_chunks *chunks, const uint8_t *data,
                               p2p_exported_chunks *out);
 void p2p_chunks_close(p2p_exported_chunks *exported);

@@ -83,8 +83,8 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
     const bool is_lowlat =
         !HOSTS && !MANY_RANKS && !p2p_needs_general_combine(g, layer) &&
         p2p_fits_lowlat(g, layer, job->num_tokens, P2P_LOWLAT_COMBINE_TOKENS, job->row_bytes);
-    /* Use windows only if the rows do not fit into the staging memory at once. If they fit,
-     * staging is faster (docs/lab/cuda.md). */
+    /* Do not use windows if the rows fit into the staging memory at once, because staging is
+     * then faster (docs/lab/cuda.md). */
     if (WITH_WINDOWS && job->aligned && job->row_bytes && layer->top_k == 1 &&
         !p2p_fits_staging(g, job->row_bytes))
         job->out_place = p2p_window_place(g, out);
@@ -133,9 +133,9 @@ static epic_result launch_flat_floats(const epic_group *g,
         "launching dispatch_backward");
 }
 
-/* Implements epic_ops.dispatch_backward as a combine without weights. This combine also sends
- * the gradients of the weights back, except with EPIC_FLAT, where a second operation does
- * so. */
+/* Implements epic_ops.dispatch_backward as a combine without weights. Except for EPIC_FLAT
+ * plans, the same combine sends the gradients of the weights back, too. For EPIC_FLAT plans, a
+ * second operation does so. */
 epic_result p2p_dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
 {
     P2P_RANGE("epic_dispatch_backward");

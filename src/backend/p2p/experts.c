@@ -35,7 +35,7 @@ typedef struct experts_call { /* arguments that forward and backward have in com
     p2p_slabs slabs;
     experts_layout at;
     uint8_t *work;
-    /* x W_gate_up, the output of the first GEMM, which forward stores for backward */
+    /* the output of the first GEMM, x W_gate_up; forward stores it for backward */
     const void *saved;
     const float *slot_weights;
     const void *b_gate_up;
@@ -82,8 +82,8 @@ static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
                        .most_tiles = c->at.most_tiles};
 }
 
-/* Returns the address of the activations [slots, inner] in the workspace. In backward, the
- * gradient of the activations is stored there first. */
+/* Returns the address of the activations [slots, inner] in the workspace. Backward first stores
+ * the gradient of the activations there. */
 static void *activations_of(const experts_call *c)
 {
     return c->work + c->at.activations;
@@ -135,8 +135,8 @@ static epic_result launch_caller_product(const experts_call *c, const p2p_gemm *
     return g->bias ? add_bias(c, g) : EPIC_OK;
 }
 
-/* Launches one GEMM: with the caller's own function (experts.gemm) if it is set, or with EPIC's
- * kernels. */
+/* Launches one GEMM. If the caller has set its own GEMM function (experts.gemm), uses that
+ * function; if not, uses EPIC's kernels. */
 static epic_result launch_product(const experts_call *c, p2p_gemm g)
 {
     const bool scaled = c->scaled && g.pass != EPIC_GEMM_WEIGHT;

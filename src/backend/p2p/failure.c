@@ -65,8 +65,8 @@ static void read_why(const epic_group *group, char *why, size_t size)
     why[size - 1] = 0;
 }
 
-/* How error texts name the two arrays of an operation: `tokens` has one row per token, `slots`
- * one row per slot. */
+/* Names of an operation's two arrays in error texts. `tokens` names the array with one row per
+ * token, and `slots` the array with one row per slot. */
 typedef struct names {
     const char *tokens, *slots;
 } names;

@@ -141,8 +141,8 @@ static epic_result multiply_components(const p2p_gemm *product, const p2p_gemm *
                     "launching the sum of the gate's components");
 }
 
-/* The gate uses float32 values or bfloat16 components, depending on a number of tokens. Returns
- * this number (epic_gate_args.deciding_tokens). */
+/* Returns the number of tokens by which the gate decides between float32 values and bfloat16
+ * components (epic_gate_args.deciding_tokens). */
 static int64_t deciding_tokens(const epic_gate_args *gate)
 {
     return gate->deciding_tokens ? gate->deciding_tokens : gate->block;
@@ -206,8 +206,8 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
 }
 
 /* Launches the GEMM of pass EPIC_GEMM_INPUT. Splits float32 values into bfloat16 components if
- * is_invariant is set, or if components are faster. The number of tokens that deciding_tokens()
- * returns decides this, so the choice does not depend on the number of ranks. */
+ * is_invariant is set, or if components are faster for the number of tokens that
+ * deciding_tokens() returns. So the choice does not depend on the number of ranks. */
 static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that the backends `p2p` and `hosts` share: creating the part of a group that needs
- * no peer, reading the waiting times, and allocating device memory. */
+/* Functions that the backends `p2p` and `hosts` share. They create the part of a group that
+ * needs no peer, read the waiting times, and allocate device memory. */
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -36,7 +36,8 @@ bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why)
     return true;
 }
 
-/* Finds a heap in the list, or returns NULL. The caller holds the mutex. */
+/* Returns the list's entry for the heap of rank `rank` of a group, or NULL if the list has
+ * none. The caller must hold the mutex. */
 static const exported_heap *find_exported(uint64_t group_id, int rank)
 {
     const exported_heap *at = list;

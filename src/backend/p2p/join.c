@@ -105,7 +105,7 @@ static void skip_wake(const epic_group *g)
 
 static const p2p_hooks hooks = {.write = write_to_peer, .wake = skip_wake};
 
-/* Frees a group. Also called if joining the group has failed. */
+/* Frees a group that this rank leaves or has failed to join. */
 static void release_group(epic_group *g)
 {
     p2p_watch_close(g);
@@ -163,8 +163,9 @@ static bool all_gone(epic_group *g)
     return true;
 }
 
-/* Announces to every living member that this rank has closed. Writes this rank's last epoch
- * into its element of the array `gone` in the member's heap. */
+/* Announces to every living member that this rank has closed: writes the number of this rank's
+ * last operation (its epoch) into this rank's element of the array `gone` in the member's
+ * heap. */
 static void announce_close(epic_group *g)
 {
     *g->word = P2P_GONE((uint64_t)p2p_epoch(g));

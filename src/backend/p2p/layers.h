@@ -20,16 +20,17 @@ static inline void signature_mix(signature *a, uint64_t value)
     a->hash ^= a->hash >> 29;
 }
 
-/* Mixes every field of a layer into the hash. The caller has filled in the layer's defaults. */
+/* Mixes every field of a layer into the hash. Requires that the layer's defaults are filled
+ * in. */
 void p2p_sign_layer(signature *a, const epic_layer *layer);
 
 /* Copies the layer to *out and fills in its defaults. Errors: EPIC_ENOTSUP if kernels do not
  * support the layer. */
 epic_result p2p_read_layer(const epic_group *group, epic_layer *out, const epic_layer *layer);
 
-/* Like p2p_read_layer(), but for a call that reads an existing plan. Returns also EPIC_EINVAL
- * if plan_bytes is less than the layer needs. This check is necessary because kernels read
- * parts of the plan before they check its header. */
+/* Like p2p_read_layer(), but for a call that reads an existing plan. It has one more error:
+ * EPIC_EINVAL if plan_bytes is less than the layer needs. This check is necessary because
+ * kernels read parts of the plan before they check its header. */
 epic_result p2p_read_plan_layer(const epic_group *group, epic_layer *out,
                                 const epic_layer *layer, int64_t plan_bytes);
 

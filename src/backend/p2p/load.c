@@ -192,8 +192,8 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 epic_result p2p_load(epic_group *g)
 {
     p2p_self self = g->self;
-    /* The shared memory of some kernels grows with max_tokens. With the max_tokens of the group
-     * it could exceed the limit that this launch has. */
+    /* The shared memory of some kernels grows with max_tokens. With the max_tokens of the
+     * group, the shared memory could exceed the limit of this launch. */
     self.max_tokens = 1;
     TRY(load_code());
     return p2p_cuda(launch_all(&self, g->side), "loading the kernels");

@@ -135,7 +135,7 @@ bool p2p_mailbox_is_gone(const epic_group *g, int seat)
 }
 
 /* Returns the lowest member that has not entered this rank's generation yet, or -1 if all have.
- * Sets *is_gone to whether a member has closed its context or died. */
+ * Sets *is_gone to true if a member has closed its context or died. */
 static int find_missing(const epic_group *g, bool *is_gone)
 {
     int missing = -1;

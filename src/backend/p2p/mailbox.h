@@ -31,8 +31,8 @@ bool p2p_mailbox_receive(epic_group *group, int *from, void *message, size_t byt
  * died. Errors: EPIC_ETIMEOUT, EPIC_EDEVICE. */
 epic_result p2p_mailbox_wait_members(epic_group *group);
 
-/* Returns whether the rank on this seat has closed its context or its process has ended. Reads
- * no device memory: uses what the last call of p2p_mailbox_receive() or
+/* Returns true if the rank on seat `seat` has closed its context or if its process has exited.
+ * Reads no device memory: uses what the last call of p2p_mailbox_receive() or
  * p2p_mailbox_wait_members() has read. */
 bool p2p_mailbox_is_gone(const epic_group *group, int seat);
 

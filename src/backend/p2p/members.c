@@ -52,7 +52,7 @@ void p2p_set_members(epic_group *g, const seat_set *members)
     write_group_words(g);
 }
 
-/* Returns whether another rank of the group in this process may use this rank's device. */
+/* Returns whether another rank of the group may use this rank's device from this process. */
 static bool shares_device(const epic_group *g)
 {
     if (g->ranks_here == 1) return false;
@@ -63,9 +63,9 @@ static bool shares_device(const epic_group *g)
 }
 
 /* Implements epic_regroup_transport.begin: waits for the work of this rank on the device. If
- * another rank of the group in this process uses the device, cudaDeviceSynchronize() could wait
- * for a kernel of that rank, which may wait for this rank. So in this case the function does
- * not wait, and requires that the caller has synchronized its streams. */
+ * another rank of the group uses the device from this process, cudaDeviceSynchronize() could
+ * wait for a kernel of that rank, which may wait for this rank. So in this case the function
+ * does not wait, and requires that the caller has synchronized its streams. */
 static epic_result begin_regroup(epic_group *g)
 {
     int before = -1;

@@ -108,7 +108,7 @@ static bool has_failed(nccl_bootstrap *b)
 }
 
 /* Calls ncclAllGather. If the communicator is non-blocking, waits until NCCL has enqueued the
- * kernel, or the caller's thread has failed. */
+ * kernel or until the caller's thread has failed. */
 static int gather_chunks(nccl_bootstrap *b)
 {
     int result = b->nccl.all_gather(&b->on_device[0], &b->on_device[1], CHUNK_BYTES, NCCL_INT8,

@@ -31,9 +31,9 @@ static int32_t most_planned_tokens(const epic_group *g, bool alone, int32_t most
 }
 
 /* Fills in *job, the arguments of the plan kernel. Mixes the arguments that must be equal on
- * all ranks into the signature *a. If `alone` is true, the kernel only makes the plan. If it is
- * false, the kernel also sends rows. In this case a low-latency kernel is used only for at most
- * max_lowlat_tokens tokens. */
+ * all ranks into the signature *a. If `alone` is true, the kernel only makes the plan. If
+ * `alone` is false, the kernel also sends rows, and a low-latency kernel is used only for at
+ * most max_lowlat_tokens tokens. */
 static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
                              bool alone, int32_t max_lowlat_tokens, signature *a)
 {
@@ -92,8 +92,9 @@ static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
                     "launching plan");
 }
 
-/* Fills in those arguments of a dispatch kernel that concern scales. The caller passes the
- * scales, or dispatch computes them (quantize). Does nothing if the rows have no scales. */
+/* Fills in those arguments of a dispatch kernel that concern scales. If args->quantize is set,
+ * dispatch computes the scales; if not, the caller passes them. Does nothing if the rows have
+ * no scales. */
 static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
                                const epic_dispatch_args *args, signature *a)
 {
@@ -130,7 +131,7 @@ static bool uses_windows(const epic_group *g, const p2p_dispatch_job *job)
 }
 
 /* Fills in *job, the arguments of a dispatch kernel. Mixes the arguments that must be equal on
- * all ranks into the signature *a. The caller has set job->plan.layer. */
+ * all ranks into the signature *a. Requires that job->plan.layer is set. */
 static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                  const epic_dispatch_args *args, signature *a)
 {

@@ -30,9 +30,9 @@ typedef struct p2p_gpu { /* data about a rank's GPU; the rank sends it to all ra
 
 /* Functions that differ between the backends `p2p` and `hosts`. */
 typedef struct p2p_hooks {
-    /* Writes `count` bytes at offset `at` of the heap of rank `peer`, or of its inbox in the
-     * backend `hosts`. `peer` may be this rank. Returns when the bytes have arrived, or when
-     * they can no longer arrive. */
+    /* Writes `count` bytes at offset `at` into the heap of rank `peer` or, in the backend
+     * `hosts`, into its inbox. `peer` may be the calling rank itself. Returns when the bytes
+     * have arrived, or when they can no longer arrive. */
     void (*write)(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
 
     /* Called before an operation is launched. The backend `hosts` wakes its proxy thread. */
@@ -169,7 +169,7 @@ int p2p_budget_taken(int device);
 epic_result p2p_budget_share(epic_group *group, const p2p_gpu *gpus);
 void p2p_budget_give_back(epic_group *group);
 
-/* Returns whether the rank of this seat (rank number) has left the group. */
+/* Returns whether the rank on `seat` (a rank number) has left the group. */
 static inline bool p2p_is_vacant(const epic_group *group, int seat)
 {
     return WITH_VACANT_SEATS && (group->vacant >> seat % 32 & 1);
@@ -187,8 +187,8 @@ bool p2p_has_released(const epic_group *group, int peer);
 epic_result p2p_watch_open(epic_group *group);
 void p2p_watch_close(epic_group *group);
 
-/* Returns whether the process of this peer has died. In backend p2p the watcher thread sets the
- * peer's bit, in backend `hosts` the proxy thread. */
+/* Returns whether the process of `peer` has died. The watcher thread (backend p2p) or the proxy
+ * thread (backend `hosts`) sets the bit of `peer` in status->dead. */
 static inline bool p2p_is_dead(const epic_group *group, int peer)
 {
     return __atomic_load_n(&group->status->dead[peer / 32], __ATOMIC_ACQUIRE) >> peer % 32 & 1;
@@ -207,7 +207,7 @@ static inline uint32_t p2p_culprit_word(int rank)
     return MANY_RANKS ? 1u << 30 | (uint32_t)rank : 1u << rank % 32;
 }
 
-/* Returns whether p2p_status.culprits contains this rank. */
+/* Returns whether `culprits`, a value of p2p_status.culprits, contains `rank`. */
 static inline bool p2p_is_culprit(uint32_t culprits, int rank)
 {
 #if MANY_RANKS
@@ -237,8 +237,8 @@ void p2p_heap_disconnect(epic_group *group);
 epic_result p2p_add_window(epic_group *group, const epic_window_args *args,
                            epic_window_info *out);
 void p2p_free_windows(epic_group *group);
-/* Returns the table of all windows in device memory, or NULL if the group has one rank or no
- * window. */
+/* Returns the table of all windows. The table is in device memory. Returns NULL if the group
+ * has one rank or no window. */
 const p2p_mapped_window *p2p_window_table(const epic_group *group);
 /* Returns 0 if the output is not in a window. If it is, returns one word with the index of the
  * window plus one and the offset in the window (p2p_window_words). */
@@ -296,8 +296,8 @@ epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
-/* Functions for the tokens of this rank alone, in gate.c and tokens.c. backend/ops.h describes
- * them. Errors: EPIC_EDEVICE. */
+/* The functions below (gate.c, tokens.c) process only the tokens of this rank. backend/ops.h
+ * describes them. Errors: EPIC_EDEVICE. */
 
 /* Computes logits [tokens, columns] = x w_gate + b_gate in float32. */
 epic_result p2p_gate(epic_group *group, const epic_gate_args *gate);

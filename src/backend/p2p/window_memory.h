@@ -7,7 +7,7 @@
 
 #include "backend/p2p/chunk_socket.h"
 
-/* Returns whether the rank is in another process than this rank. */
+/* Returns whether `rank` is in another process than the calling rank. */
 static inline bool p2p_is_elsewhere(const epic_group *g, int rank)
 {
     return !p2p_same(g->peers[rank].process, g->peers[g->rank].process);

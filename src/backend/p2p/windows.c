@@ -87,9 +87,9 @@ static uint32_t find_missing(const epic_group *g, uint64_t sequence,
 }
 
 /* Breaks the group, because messages of the ranks in `missing` (bit mask) have not arrived.
- * Returns the error. are_gone: the missing ranks have closed or died. In this case sends no
- * report to the other ranks, because each of them notices by itself that the missing ranks are
- * gone. */
+ * Returns the error. If are_gone is true, the missing ranks have closed or died. In this case
+ * the function sends no report to the other ranks, because each of them notices the same by
+ * itself. */
 static epic_result report_missing(epic_group *g, uint32_t missing, bool are_gone,
                                   uint64_t timeout_ms)
 {
@@ -297,8 +297,8 @@ static epic_result fill_table(epic_group *g, struct p2p_windows *w, int number,
     return p2p_cuda(cudaStreamSynchronize(g->side), "the table of windows");
 }
 
-/* Sets this rank's memory of the window: memory that this function allocates, or memory that
- * the caller passes. Describes it in the message *mine. */
+/* Sets this rank's memory of the window to args->data or, if args->data is NULL, to memory that
+ * this function allocates. Describes the memory in the message *mine. */
 static epic_result get_memory(epic_group *g, p2p_window *window, const epic_window_args *args,
                               p2p_window_message *mine, p2p_exported_chunks *chunks)
 {
@@ -324,7 +324,7 @@ static epic_result map_peers(epic_group *g, struct p2p_windows *w, int number,
     return fill_table(g, w, number, mapped);
 }
 
-/* Unmaps the peers' memory of a window, and frees the memory that EPIC has allocated. */
+/* Unmaps the peers' memory of a window. Frees this rank's memory if EPIC has allocated it. */
 static void release_window(epic_group *g, p2p_window *window)
 {
     for (int q = 0; q < g->num_ranks; q++) p2p_memory_unmap(&window->mappings[q]);
@@ -379,7 +379,7 @@ static epic_result connect_window(epic_group *g, struct p2p_windows *w, int numb
     return first_error(g, all);
 }
 
-/* Adds the window with index `number`. The caller holds w->mutex. */
+/* Adds the window with index `number`. The caller must hold w->mutex. */
 static epic_result add_locked(epic_group *g, struct p2p_windows *w, int number,
                               const epic_window_args *args)
 {
