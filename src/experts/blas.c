@@ -67,7 +67,8 @@ static bool find_symbol(void *library, const naming *n, const char *name, void *
     return address != NULL;
 }
 
-/* Writes b->name from the version in `config` and the processor core that OpenBLAS detected. */
+/* Sets b->name to "OpenBLAS", the version in `config` and the processor core that OpenBLAS
+ * detected. */
 static void make_name(blas *b, void *library, const naming *n, const char *config)
 {
     char *(*core)(void) = NULL;
@@ -145,7 +146,7 @@ static void find_library(void)
 
 #endif
 
-/* Runs once: loads OpenBLAS, then oneDNN. Joins their names. */
+/* Runs once. Loads OpenBLAS, then oneDNN, and joins the names of the two libraries. */
 static void load_libraries(void)
 {
     blas *b = &the_blas;
@@ -172,7 +173,8 @@ static int transpose_code(bool transpose)
     return transpose ? TRANSPOSED : NOT_TRANSPOSED;
 }
 
-/* Calls cblas_sgemm or cblas_dgemm with the fields of g, for the given integer type. */
+/* Calls `gemm` (cblas_sgemm or cblas_dgemm) with the fields of g. `integer` is the type of the
+ * size arguments. */
 #define MULTIPLY(gemm, integer)                                                       \
     gemm(ROW_MAJOR, transpose_code(g->transpose_a), transpose_code(g->transpose_b),   \
          (integer)g->m, (integer)g->n, (integer)g->k, 1, g->a, (integer)g->lda, g->b, \

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* GEMMs (matrix products) on the host, with OpenBLAS, and with oneDNN for bfloat16. The
- * libraries are loaded at first use. Without OpenBLAS, plain loops compute the GEMMs. */
+/* Computes GEMMs (matrix products) on the host with OpenBLAS, and bfloat16 GEMMs with oneDNN.
+ * The libraries are loaded at first use. Without OpenBLAS, plain loops compute the GEMMs. */
 #ifndef EPIC_EXPERTS_BLAS_H
 #define EPIC_EXPERTS_BLAS_H
 
@@ -25,8 +25,8 @@ typedef struct gemm {
     bool add;
 } gemm;
 
-/* Multiply float32 or float64 matrices of any alignment. Any thread may call these
- * functions. */
+/* gemm_f32() multiplies float32 matrices, and gemm_f64() float64 matrices, of any alignment.
+ * Any thread may call these functions. */
 void gemm_f32(const gemm *g);
 void gemm_f64(const gemm *g);
 
@@ -46,10 +46,10 @@ void gemm_invariant_f32(const gemm *g, void *memory);
 void gemm_invariant_f64(const gemm *g, void *memory);
 int64_t gemm_invariant_bytes(bool is_f64);
 
-/* gemm_few() multiplies matrices A and B of type EPIC_F32 or EPIC_BF16 without OpenBLAS. m is
- * at most HOST_FEW_ROWS, and no matrix is transposed. `memory` has HOST_FEW_MEMORY floats.
- * gemm_has_few() returns true if gemm_few() is the fastest GEMM for few rows on this processor,
- * because its kernels use vector instructions. */
+/* gemm_few() multiplies matrices A and B of type EPIC_F32 or EPIC_BF16 without OpenBLAS.
+ * Requires that m is at most HOST_FEW_ROWS, that no matrix is transposed, and that `memory` has
+ * room for HOST_FEW_MEMORY floats. gemm_has_few() returns true if gemm_few() is the fastest
+ * GEMM for few rows on this processor, because its kernels use vector instructions. */
 bool gemm_has_few(void);
 void gemm_few(const gemm *g, uint32_t a_type, uint32_t b_type, void *memory);
 

@@ -9,7 +9,7 @@
 #include "rules/experts_layout.h"
 
 #define MAX_EXPERTS 65536
-#define MAX_ROW_NUMBERS (1 << 24) /* maximum of `hidden` and of `inner` */
+#define MAX_ROW_NUMBERS (1 << 24) /* maximum value of `hidden` and of `inner` */
 /* maximum number of elements in the weights of all experts together, so that their size in
  * bytes fits into an int64_t */
 #define MAX_WEIGHT_NUMBERS (1ll << 56)
@@ -25,7 +25,8 @@ static epic_result check_range(const char *name, uint32_t value, uint32_t first,
     return EPIC_OK;
 }
 
-/* Checks the types. Rows are F64 if and only if weights are. Only weights may be E4M3. */
+/* Checks the types. Rows must be F64 if weights are F64, and must not be if they are not. Only
+ * weights may be E4M3. */
 static epic_result check_types(const epic_experts *ex)
 {
     if (convert_bytes(ex->row_type) == 0)

@@ -103,7 +103,8 @@ static inline bool experts_is_clamped(const epic_experts *ex)
     return ex->activation == EPIC_CLAMPED_SWIGLU || ex->activation == EPIC_CLAMPED_SILU;
 }
 
-/* Return whether GEMMs can read the caller's rows (or weights) without conversion. */
+/* experts_has_ready_rows() returns whether GEMMs can read the caller's rows without conversion.
+ * experts_has_ready_weights() returns the same for the caller's weights. */
 bool experts_has_ready_rows(const experts_job *job);
 bool experts_has_ready_weights(const experts_job *job);
 
@@ -119,16 +120,16 @@ int64_t experts_tile_size(int64_t k, int64_t n);
 epic_result experts_memory(const epic_experts *experts, size_t experts_size, int64_t num_slots,
                            bool on_device, epic_experts_memory_info *out);
 
-/* Return the size in bytes of `saved`, or of the workspace of forward or backward, for
- * num_slots slots on a device (job->is_device) or on the host. */
+/* Return sizes in bytes for num_slots slots: the size of `saved`, and the size of the workspace
+ * of forward or, if `backward` is true, of backward. The sizes depend on job->is_device. */
 int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots);
 int64_t experts_workspace_bytes(const experts_job *job, int64_t num_slots, bool backward);
-/* Sets the workspace pointers of *job to parts of `workspace`. For host contexts only. */
+/* Sets the workspace pointers of *job to parts of `workspace`. Requires a host context. */
 void experts_layout_workspace(experts_job *job, int64_t num_slots, bool backward,
                               void *workspace);
 
-/* Run the forward or backward pass on one slab, in float32 or float64. May be called only
- * between experts_blas_enter() and experts_blas_leave(). */
+/* Run the forward or backward pass on one slab, in float32 or float64. Requires that
+ * experts_blas_enter() was called, and experts_blas_leave() was not called yet. */
 void experts_forward_f32(const experts_job *job, const slab *slab);
 void experts_forward_f64(const experts_job *job, const slab *slab);
 void experts_backward_f32(const experts_job *job, const slab *slab);

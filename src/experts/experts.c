@@ -120,7 +120,7 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
     return EPIC_OK;
 }
 
-/* An array of scales, which must be set for E4M3 weights, and NULL for other types. */
+/* An array of scales. It must be set for E4M3 weights, and NULL for weights of other types. */
 typedef struct named_scales {
     const char *name;
     const float *scales;
@@ -275,7 +275,7 @@ static epic_result check_backward_arrays(const experts_job *job,
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks the context, if the caller has passed one, and sets job->is_device. */
+/* If the caller has passed a context, checks the context and sets job->is_device. */
 static epic_result read_context(experts_job *job, epic_context *ctx)
 {
     if (ctx == NULL) return EPIC_OK;
@@ -401,7 +401,8 @@ static epic_result prepare_backward(experts_job *job, const epic_experts_backwar
     return EPIC_OK;
 }
 
-/* Zeroes the gradients of an expert without slots, for which backward does not run. */
+/* Zeroes the gradients of an expert that has no slots. Backward does not run for such an
+ * expert. */
 static void zero_gradients(const experts_job *job, int64_t expert)
 {
     const struct {

@@ -23,8 +23,9 @@ static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
         for (int64_t i = 0; i < job->inner; i++) out[i] *= up_factor(up[i * step], ex);
 }
 
-/* Returns the activations of the slab, the left matrix of the second GEMM. With
- * EPIC_WEIGHT_EARLY they are multiplied by the slots' weights. The rows of padding are 0. */
+/* Returns the activations of the slab, which are the left matrix of the second GEMM. With
+ * EPIC_WEIGHT_EARLY the activations are multiplied by the slots' weights. The rows of padding
+ * are 0. */
 static const void *make_activations(const experts_job *job, const slab *slab,
                                     const REAL *gate_up)
 {

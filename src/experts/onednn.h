@@ -21,7 +21,7 @@ const char *onednn_name(void);
 bool onednn_load_file(const char *file);
 
 /* Multiplies bfloat16 matrices A and B into a float32 matrix C. Returns false and leaves C
- * unchanged if oneDNN reports an error, for example if out of memory. May be called only after
+ * unchanged if oneDNN reports an error, for example if out of memory. Requires that
  * onednn_is_ready() has returned true. */
 bool onednn_multiply(const gemm *g);
 

@@ -150,7 +150,8 @@ static const REAL *bias_of(const experts_job *job, const slab *slab, const void 
     return job->bias;
 }
 
-/* Multiplies by the weights W [k, n] of the slab's expert: out [rows, n] = a [rows, k] W. */
+/* Multiplies `a` by the weights W [k, n] of the slab's expert: out [rows, n] = a [rows, k]
+ * W. */
 static void multiply_weights(const experts_job *job, const slab *slab, REAL *out, const void *a,
                              const void *weights, int64_t k, int64_t n)
 {
@@ -181,7 +182,8 @@ static void multiply_weights(const experts_job *job, const slab *slab, REAL *out
     }
 }
 
-/* Multiplies by the expert's transposed weights: out [rows, n] = a [rows, k] W^T, W [n, k]. */
+/* Multiplies `a` by the transposed weights W [n, k] of the slab's expert: out [rows, n] = a
+ * [rows, k] W^T. */
 static void multiply_weights_transposed(const experts_job *job, const slab *slab, REAL *out,
                                         const void *a, const void *weights, int64_t k,
                                         int64_t n)
