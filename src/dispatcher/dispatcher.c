@@ -25,8 +25,8 @@ struct epic_dispatcher {
     bool has_d_rows; /* true: combine_backward has succeeded since the last dispatch */
 };
 
-/* Allocates 64-byte aligned memory, on the context's device or, for a host context, on the
- * host. Returns NULL if out of memory. */
+/* Allocates 64-byte aligned memory on the context's device. For a host context, allocates host
+ * memory. Returns NULL if out of memory. */
 static void *allocate_memory(const epic_dispatcher *s, int64_t bytes)
 {
     const epic_backend *backend = s->ctx->backend;
@@ -55,8 +55,8 @@ static bool allocate_slots(const epic_dispatcher *s, epic_slots *out)
     return out->rows != NULL && out->weights != NULL;
 }
 
-/* Allocates the plan and all buffers. Returns false if out of memory. In this case the caller
- * frees the buffers that were allocated with release_all(). */
+/* Allocates the plan and all buffers. Returns false if out of memory. In this case
+ * epic_dispatcher_close() frees the buffers that were already allocated. */
 static bool allocate_all(epic_dispatcher *s)
 {
     const int64_t counts = s->sizes.num_local_experts * (int64_t)sizeof(int32_t);
@@ -87,7 +87,7 @@ static void release_all(epic_dispatcher *s)
     release_memory(s, s->plan);
 }
 
-/* Uses config.ctx, or opens a context that the dispatcher owns. */
+/* Uses config.ctx if it is set. If not, opens a context that the dispatcher owns. */
 static epic_result open_context(epic_dispatcher *s)
 {
     const epic_config config = {.max_tokens = s->config.max_tokens,
@@ -99,7 +99,7 @@ static epic_result open_context(epic_dispatcher *s)
     return epic_open(&s->ctx, NULL, &config);
 }
 
-/* Checks the fields of a config that no later call checks. */
+/* Checks those fields of a config that no later call checks. */
 static epic_result check_config(const epic_dispatcher_config *c)
 {
     if (c->type != EPIC_F32 && c->type != EPIC_BF16 && c->type != EPIC_F16 &&
@@ -114,8 +114,8 @@ static epic_result check_config(const epic_dispatcher_config *c)
     return EPIC_OK;
 }
 
-/* Opens the context, computes the sizes, allocates the buffers. If this fails, the caller
- * closes s. */
+/* Opens the context, computes the sizes and allocates the buffers. If one of these steps fails,
+ * the caller must close s. */
 static epic_result set_up_dispatcher(epic_dispatcher *s)
 {
     TRY(check_config(&s->config));
