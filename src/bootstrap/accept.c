@@ -8,10 +8,10 @@
  * joiners.
  *
  * A connection that sends bytes that EPIC would not send is refused, and the bootstrap
- * continues. With a secret, bytes before a valid proof have no other effect. If a joiner's
- * number of ranks or protocol version differs from that of rank 0, the bootstrap fails on every
- * rank. Rank 0 then accepts connections for LINGER_MS more, so that slow ranks also receive the
- * error. */
+ * continues. If there is a secret, bytes that a joiner sends before a valid proof have no other
+ * effect. If a joiner's number of ranks or protocol version differs from that of rank 0, the
+ * bootstrap fails on every rank. After that rank 0 accepts connections for LINGER_MS, so that
+ * slow ranks receive the error, too. */
 #include <errno.h>
 #include <poll.h>
 #include <stdarg.h>
@@ -390,8 +390,8 @@ static nfds_t fill_polls(acceptor *a)
     for (int32_t r = 1; r < a->tcp->num_ranks; r++)
         if (a->links[r].socket >= 0)
             a->polls[n++] = (struct pollfd){.fd = a->links[r].socket, .events = POLLIN};
-    /* the number of open sockets; closed sockets are left out, because poll() limits the number
-     * of entries */
+    /* the number of open sockets; `polls` has no entries for closed sockets, because poll()
+     * limits the number of entries */
     return n;
 }
 

@@ -3,8 +3,8 @@
  *
  * Without a secret a bootstrap uses only loopback addresses, because anyone on the network
  * could connect to any other address. If tcp.address is another address of this host, a
- * loopback address is used instead. If it is the address of another host, the bootstrap
- * fails. */
+ * loopback address is used instead. If tcp.address is the address of another host, the
+ * bootstrap fails. */
 #include <errno.h>
 #include <netinet/in.h>
 #include <stdio.h>
@@ -62,8 +62,8 @@ static void add_any(epic_endpoints *out, uint32_t port)
     add_endpoint(out, (const struct sockaddr *)&six, sizeof six);
 }
 
-/* Sets *own to true if the address belongs to this host, that is, if a socket can be bound to
- * it. */
+/* Sets *own to true if `address` belongs to this host, that is, if a socket can be bound to the
+ * address. */
 static epic_result check_is_own(bool *own, const struct addrinfo *address)
 {
     struct sockaddr_storage at = {0};
@@ -162,7 +162,7 @@ static int listen_on(const epic_endpoint *endpoint)
     return -1;
 }
 
-/* Returns a listening socket. Tries again while the port is in use, until the limit passes. On
+/* Returns a listening socket. While the port is in use, tries again until the limit passes. On
  * failure returns -1 and sets errno. */
 static int listen_patiently(const epic_endpoint *endpoint, time_limit *limit)
 {
@@ -211,8 +211,8 @@ epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners
         if (listener >= 0) {
             listeners[(*num_listeners)++] = listener;
         } else if (!is_not_here(errno)) {
-            /* listen on all endpoints or on none, because a peer may try only the one that is
-             * missing */
+            /* close all listeners if one endpoint fails, because a peer may try to connect only
+             * to this endpoint */
             wrong = errno;
             while (*num_listeners > 0) close(listeners[--*num_listeners]);
             break;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The side of a TCP bootstrap on ranks other than 0: connects to rank 0.
+/* The part of a TCP bootstrap that runs on all ranks except rank 0: connects to rank 0.
  *
  * The rank tries again and again until rank 0 listens and admits it. On each connection it
  * sends its hello and its proof of the secret, and then receives two frames
@@ -110,7 +110,8 @@ static epic_result check_rank_0(connector *c, const epic_hello *theirs)
     return EPIC_OK;
 }
 
-/* Sends this rank's proof of the secret, if there is one, and computes the key of the link. */
+/* If there is a secret, sends this rank's proof that it has the secret, and computes the key of
+ * the link. */
 static epic_result send_proof(connector *c, epic_link *link, const epic_hello *theirs,
                               const epic_hello *ours)
 {
@@ -121,7 +122,7 @@ static epic_result send_proof(connector *c, epic_link *link, const epic_hello *t
         c->is_done = true;
         return epic_fail(EPIC_ENOTSUP, "libcrypto refused to compute an HMAC");
     }
-    /* ignores an error of the send, because wait_for_entry() will report it */
+    /* an error of the send is ignored here, because wait_for_entry() will report it */
     if (has_secret) (void)epic_frame_send_bytes(link->socket, proof, sizeof proof, c->limit);
     return EPIC_OK;
 }

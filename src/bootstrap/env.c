@@ -11,7 +11,8 @@
 
 #include "bootstrap/env.h"
 
-/* How much a launcher's variables are trusted if they contradict those of another launcher. */
+/* How much a launcher's variables are trusted if they contradict the variables of another
+ * launcher. */
 typedef enum trust {
     BY_HAND,  /* set by the user or torchrun, perhaps inside another launcher's job */
     LAUNCHER, /* set by a launcher of ranks; all launchers of this kind must agree */
@@ -240,9 +241,9 @@ static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim 
     return EPIC_OK;
 }
 
-/* Returns an error if this process runs in a batch script or a salloc shell of a job with
- * several tasks, without srun. If it were no error, the process would silently form a group of
- * one rank. */
+/* Called for a process that no launcher has started. Returns an error if the process is in a
+ * batch script or salloc shell of a job with several tasks. Without this error, the process
+ * would silently form a group of one rank. */
 static epic_result check_batch(void)
 {
     int64_t num_tasks = 1;

@@ -15,7 +15,7 @@
 epic_result env_slurm_host(char host[ENV_HOST]);
 
 /* Stores in *port the first port that Slurm reserved for the step. If Slurm reserved no port,
- * computes a port from a hash of job and step. It is equal for all tasks of the step and
+ * computes a port from a hash of job and step. The port is equal for all tasks of the step, and
  * usually differs from the ports of other steps. Errors: EPIC_EINVAL. */
 epic_result env_slurm_port(uint32_t *port);
 

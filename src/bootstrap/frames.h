@@ -5,7 +5,7 @@
  * - rank 0 -> connecting rank: hello
  * - connecting rank -> rank 0: proof (only if there is a secret)
  * - rank 0 -> connecting rank: entry frame, which admits the connecting rank
- * - rank 0 -> connecting rank: begin frame: all ranks have joined
+ * - rank 0 -> connecting rank: begin frame, sent when all ranks have joined
  * - then for each gather, connecting rank -> rank 0: frame and the bytes of the connecting rank
  * - rank 0 -> connecting rank: frame and the bytes of all ranks
  *

@@ -34,8 +34,8 @@ typedef struct epic_message {
     size_t done; /* number of bytes sent so far, of the frame and of the payload after it */
 } epic_message;
 
-/* Computes the key of the link if there is a secret. From then on each frame has an
- * authentication tag. `listening` and `connecting` are the hellos of rank 0 and of the other
+/* If there is a secret, computes the key of the link. From then on each frame of the link has
+ * an authentication tag. `listening` and `connecting` are the hellos of rank 0 and of the other
  * rank. Returns false if libcrypto fails. */
 bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
                       const epic_hello *listening, const epic_hello *connecting);
@@ -59,7 +59,8 @@ void epic_link_reuse_number(epic_link *link);
  * function must be called exactly once for each received frame. */
 bool epic_link_check(epic_link *link, const epic_frame *frame);
 
-/* Returns true if these are the bytes of a frame that epic_link_check() has accepted. */
+/* Returns true if `bytes` are the bytes of `frame`. Requires that epic_link_check() has
+ * accepted the frame. */
 bool epic_link_check_bytes(const epic_link *link, const epic_frame *frame, const void *bytes);
 
 /* epic_link_send() sends as many bytes as the socket accepts without waiting.
@@ -74,8 +75,8 @@ epic_frame_state epic_link_send_all(const epic_link *link, epic_message *message
 void epic_link_send_failure(epic_link *link, epic_result result, const char *sentence,
                             time_limit *limit);
 
-/* Receives the error text of a failure frame that epic_link_check() has accepted. Returns the
- * result in the frame, and stores the text as this thread's error. */
+/* Receives the error text of a failure frame. Requires that epic_link_check() has accepted the
+ * frame. Returns the result in the frame, and stores the text as this thread's error. */
 epic_result epic_link_receive_failure(const epic_link *link, const epic_frame *frame,
                                       time_limit *limit);
 

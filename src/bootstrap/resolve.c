@@ -113,7 +113,8 @@ static bool wait_for_query(query *q, time_limit *limit)
 }
 
 /* Returns the errno that made getaddrinfo() fail, or 0. getaddrinfo() does not report that no
- * file descriptor was free, so this function finds it out by opening a file. */
+ * file descriptor was free, so this function opens a file to find out whether a descriptor is
+ * free. */
 static int find_reason(int wrong, int system_wrong)
 {
     const int probe = open("/", O_RDONLY | O_CLOEXEC);

@@ -9,8 +9,8 @@
 
 #define ROLE_BYTES 16
 
-/* Loads libcrypto. Returns NULL on failure. Writes the reason to `why` if a libcrypto exists
- * but cannot be loaded, and "" if no libcrypto exists. */
+/* Loads libcrypto. On failure returns NULL and writes the reason to `why`, or "" if no
+ * libcrypto exists. */
 static void *load_libcrypto(char why[256])
 {
     static const char *const names[] = {"libcrypto.so.3", "libcrypto.so.1.1"};

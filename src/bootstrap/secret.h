@@ -47,7 +47,8 @@ bool epic_secret_prove(const epic_secret *secret, epic_role role, const epic_hel
 bool epic_secret_check(const epic_secret *secret, epic_role role, const epic_hello *listening,
                        const epic_hello *connecting, const uint8_t proof[SECRET_PROOF]);
 
-/* Compute an HMAC-SHA-256 with any key, and a SHA-256. Return false if libcrypto fails. */
+/* epic_secret_mac() computes an HMAC-SHA-256 with any key, and epic_secret_digest() computes a
+ * SHA-256. Both return false if libcrypto fails. */
 bool epic_secret_mac(const epic_secret *secret, const void *key, size_t key_bytes,
                      const void *data, size_t bytes, uint8_t out[SECRET_PROOF]);
 bool epic_secret_digest(const epic_secret *secret, const void *data, size_t bytes,

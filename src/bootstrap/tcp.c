@@ -92,7 +92,8 @@ static epic_result fail_late(const tcp_bootstrap *b, const char *what)
     return result;
 }
 
-/* Returns the error for a frame of `rank` without the expected authentication tag. */
+/* Returns the error for a frame that came from `rank`, but does not have the expected
+ * authentication tag. */
 static epic_result fail_forged(const tcp_bootstrap *b, int32_t rank)
 {
     return epic_fail(EPIC_EPEER, "gather %llu: the data from rank %d was not written by it%s",
@@ -354,7 +355,7 @@ static epic_result check_tcp(const epic_tcp *tcp)
 }
 
 /* Connects this rank's links: rank 0 accepts all other ranks, and another rank connects to rank
- * 0. The caller has allocated the bootstrap's memory. */
+ * 0. Requires that the bootstrap's memory is allocated. */
 static epic_result connect_ranks(tcp_bootstrap *b, const epic_tcp *tcp)
 {
     time_limit limit = time_limit_begin(tcp->timeout_ms, NULL);

@@ -35,8 +35,8 @@ epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, time_li
  * secret. */
 epic_result epic_tcp_endpoints(epic_endpoints *out, const epic_tcp *tcp, time_limit *limit);
 
-/* Opens a listener on each endpoint that belongs to this host. Errors: EPIC_EINVAL (no endpoint
- * belongs to this host), EPIC_EDEVICE (the port is in use). */
+/* Opens a listener on each endpoint whose address belongs to this host. Errors: EPIC_EINVAL (no
+ * endpoint belongs to this host), EPIC_EDEVICE (the port is in use). */
 epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners,
                             const epic_tcp *tcp, time_limit *limit);
 

@@ -31,8 +31,8 @@ struct hub {
     /* number of members that have not closed; the last member that closes frees the hub */
     int32_t num_open;
     int32_t num_arrived;
-    /* number of calls in this gather by a second thread, for a rank whose first thread already
-     * waits */
+    /* how many calls of this gather came from a second thread of a rank whose first thread was
+     * already waiting */
     int32_t num_duplicate_calls;
     uint32_t timeout_ms;
     uint64_t finished;
@@ -86,8 +86,8 @@ static epic_result check_bytes(hub *h, const member *m)
     return EPIC_OK;
 }
 
-/* Copies the bytes for all ranks and wakes them. Called by the last rank that arrives, while
- * all others wait, so that all their buffers are valid. */
+/* Copies the bytes of all ranks to all ranks, and wakes them. Called by the last rank that
+ * arrives. All other ranks still wait then, so their buffers are valid. */
 static void finish_gather(hub *h)
 {
     for (int32_t to = 0; to < h->num_ranks; to++) {
@@ -129,8 +129,8 @@ static epic_result fail_duplicate_call(hub *h, const member *m)
         (unsigned long long)h->finished + 1, m->rank);
 }
 
-/* Takes part in a gather with the arguments in `call`. The caller holds the mutex, which this
- * function releases while it waits. */
+/* Takes part in a gather with the arguments in `call`. Requires that the caller holds the
+ * mutex. Releases the mutex while it waits. */
 static epic_result gather_locked(hub *h, member *m, const member *call)
 {
     if (h->broken == EPIC_OK && h->num_open < h->num_ranks) break_gone(h);
