@@ -25,15 +25,16 @@ static inline call_array call_array_of(const char *name, const void *data, int64
     return (call_array){name, data, count * (int64_t)unit, unit, out};
 }
 
-/* Describe a field of a call's arguments that has `count` elements of `unit` bytes. */
+/* Describe the array in a field of a call's arguments. The array has `count` elements of `unit`
+ * bytes. */
 #define ARRAY_IN(args, field, count, unit) \
     call_array_of(#field, (args)->field, count, unit, false)
 #define ARRAY_OUT(args, field, count, unit) \
     call_array_of(#field, (args)->field, count, unit, true)
 
-/* Checks that every array is aligned to its elements, and that no array overlaps another array
- * that the call writes. Returns EPIC_EINVAL with an error text that contains the names of the
- * arrays. */
+/* Checks that every array is aligned to the size of its elements, and that no array overlaps
+ * another array that the call writes. Returns EPIC_EINVAL with an error text that contains the
+ * names of the arrays. */
 epic_result check_arrays(const call_array *arrays, size_t count);
 
 /* Calls check_arrays() for a variable of array type, whose length the compiler knows. */

@@ -17,7 +17,8 @@ typedef struct core_set {
 
 _Static_assert(sizeof(core_set) == sizeof(cpu_set_t), "core_set");
 
-/* Returns the cores on which the calling thread may run, or an empty set if unknown. */
+/* Returns the cores on which the calling thread may run, or an empty set if the system does not
+ * report them. */
 static inline core_set cores_of_thread(void)
 {
     core_set mine = {{0}};

@@ -5,8 +5,8 @@
  * paused virtual machine, while the monotonic clock continues. If all ranks were suspended
  * together, the first rank that continues would find that its deadline has passed, and would
  * report its peers as silent. So before each sleep a waiting rank stores the time of its next
- * check (expected_ns). If that check comes much later, this process was suspended. The deadline
- * then restarts with its full timeout, so that peers have this time to continue too.
+ * check (expected_ns). If that check comes much later, this process was suspended. In this case
+ * the deadline restarts with its full timeout, so that peers have this time to continue, too.
  *
  * On a machine that is always overloaded, checks are late without a suspension, and the
  * deadline must not restart forever. So a deadline may restart only while the process has run
@@ -63,7 +63,8 @@ static inline uint64_t deadline_stopped_ns(const deadline *d, uint64_t now)
 }
 
 /* Checks the deadline at `now`, a time of clock_ns(). Returns true if the deadline has passed.
- * If this process was suspended since the last check, restarts it with its full timeout. */
+ * If this process was suspended since the last check, restarts the deadline with its full
+ * timeout. */
 static inline bool deadline_look(deadline *d, uint64_t now)
 {
     if (!d->start_ns) {

@@ -14,7 +14,8 @@ __attribute__((format(printf, 2, 3)))
 epic_result
 epic_fail(epic_result result, const char *format, ...);
 
-/* Returns the error text of this thread's last failure, which the next failure overwrites. */
+/* Returns the error text of this thread's last failure. The next failure overwrites the
+ * text. */
 const char *epic_sentence(void);
 
 /* Copies an error text to `out`, which has `size` bytes. If the text does not fit, " ... "
@@ -26,7 +27,7 @@ void epic_fit_text(char *out, size_t size, const char *sentence);
 /* Returns the end of an error text for this errno: "; " and a remedy, or "". */
 const char *epic_remedy(int error);
 
-/* Returns from the calling function if `call` does not return EPIC_OK. */
+/* If `call` does not return EPIC_OK, returns its result from the calling function. */
 #define TRY(call)                                     \
     do {                                              \
         const epic_result try_result = (call);        \

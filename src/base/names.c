@@ -4,7 +4,7 @@
 
 #define NAME(constant) [constant] = #constant
 
-/* Defines epic_ENUM_name(), which returns a constant string, also for invalid values. */
+/* Defines epic_ENUM_name(), which returns a constant string, even for an invalid value. */
 #define ENUM_NAMES(which, ...)                                                               \
     const char *epic_##which##_name(uint32_t value)                                          \
     {                                                                                        \

@@ -34,17 +34,17 @@ epic_result recorder_open(epic_recorder **out, const char *group, uint64_t group
                           int num_ranks, const char *backend, const char *net);
 void recorder_close(epic_recorder *recorder);
 
-/* Makes recorder_end() also write each operation to `trace`, which must stay open until the
- * recorder is closed. */
+/* From now on recorder_end() writes each operation to `trace`, too. Requires that `trace` stays
+ * open until the recorder is closed. */
 void recorder_trace(epic_recorder *recorder, epic_trace *trace);
 
 /* Frees the copy of a recorder in a forked child. The recorder of the parent stays open. */
 void recorder_forget(epic_recorder *recorder);
 
 /* Begins a record and returns its id for recorder_phase() and recorder_end(). `operation` is an
- * epic_operation, and `bytes` is the size of the operation that epic-info prints. If all
- * records are in flight, the operation is not recorded, and recorder_phase() and recorder_end()
- * ignore the id. */
+ * epic_operation, and epic-info prints `bytes` as the size of the operation. If all records are
+ * in flight, the operation is not recorded, and recorder_phase() and recorder_end() ignore the
+ * id. */
 uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t tag,
                         uint64_t sequence, uint64_t bytes);
 
@@ -159,8 +159,8 @@ static inline void recorder_set_wait(recorder_page *page, uint32_t operation, in
 
 /* Adds to *out how long the operations of one kind have waited for `peer`, and how many of
  * these operations have begun. Limits alone_ns to wait_ns. num_ranks is the number of ranks
- * that the page contained at recorder_map(). It is an argument, because the process that writes
- * the page may have changed the number in the page since then. */
+ * that the page contained at recorder_map(). num_ranks is an argument, because the process that
+ * writes the page may have changed the number in the page after recorder_map(). */
 void recorder_read_wait(const recorder_page *page, int32_t num_ranks, uint32_t operation,
                         int32_t peer, epic_wait_info *out);
 

@@ -82,7 +82,7 @@ epic_result sized_place(const void *out, const sized_type *type, size_t size, co
  * struct, copies only its beginning. If `out` is longer, appends zeros. */
 void sized_write(void *out, const void *ours, const sized_type *type, size_t size);
 
-/* Shorter forms of the functions above, which derive the type from the pointer. */
+/* These macros call the functions above, and derive the type from the pointer. */
 #define READ_SIZED(ours, theirs, size, name) \
     sized_read(ours, SIZED_TYPE(ours), theirs, size, name)
 #define CHECK_PLACE(out, size) sized_place(out, SIZED_TYPE(out), size, "out")

@@ -43,14 +43,15 @@ void tags_close(tag_table *table);
  * max_in_flight operations are in flight), EPIC_ENOMEM. */
 epic_result tags_begin(tag_table *table, uint64_t tag, uint64_t *sequence);
 
-/* Ends the tag's operation in flight and begins the next operation of the tag, in one step.
- * Returns the sequence number of the new operation. */
+/* Ends the operation of the tag that is in flight, and begins the next operation of the tag, in
+ * one step. Returns the sequence number of the new operation. */
 uint64_t tags_continue(tag_table *table, uint64_t tag);
 
 /* Refuses new operations until tags_restart(): sets max_in_flight to 0. Returns EPIC_EINVAL if
  * an operation is in flight. */
 epic_result tags_pause(tag_table *table);
-/* Lets every tag begin again at sequence number `first`. No operation may be in flight. */
+/* Makes every tag begin again at sequence number `first`. Requires that no operation is in
+ * flight. */
 void tags_forget(tag_table *table, uint64_t first);
 /* Ends the effect of tags_pause(): sets the maximum number of operations in flight to
  * max_in_flight. */

@@ -27,8 +27,8 @@ struct epic_trace {
     unsigned char buffer[BUFFER_BYTES];
 };
 
-/* Writes the buffer to the file. On an error sets has_failed and errno. The caller must hold
- * the mutex. */
+/* Writes the buffer to the file. On an error sets has_failed and errno. Requires that the
+ * caller holds the mutex. */
 static void flush_buffer(epic_trace *t)
 {
     size_t at = 0;
