@@ -84,7 +84,7 @@ typedef struct epic_gate_args {
  * Each function launches kernels on the stream of its arguments and returns without waiting for
  * them. The caller in libepic.so must have checked the arguments. A function that has the name
  * of a public call takes the arguments of that call. Functions return EPIC_OK or an error.
- * epic_backend.sentence then returns the error text. */
+ * After an error, epic_backend.sentence returns the error text. */
 typedef struct epic_ops {
     epic_result (*plan)(epic_group *, const epic_plan_args *);
     epic_result (*dispatch)(epic_group *, const epic_dispatch_args *);

@@ -143,8 +143,8 @@ typedef struct epic_transport {
     int64_t (*ring_bytes)(const epic_group *group, bool everyone);
 
     /* Claims a free op slot and returns its index. An op slot is not free while this rank uses
-     * it or a slow peer still reads it. Returns -1 if no op slot is free; the caller then calls
-     * wait() with op_slot -1. */
+     * it or a slow peer still reads it. Returns -1 if no op slot is free. In this case the
+     * caller calls wait() with op_slot -1. */
     int (*claim)(epic_group *group);
 
     /* Publishes this rank's op header for (tag, sequence) in a claimed op slot, and wakes peers

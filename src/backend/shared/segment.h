@@ -51,9 +51,9 @@ typedef struct shared_wait {
  * and done. The slot's owner writes `sent`. The counts of entries include all flows of the
  * exchange (a flow is a sequence of entries of one size). */
 typedef struct shared_peer_counters {
-    /* how many entries of the owner's broadcast ring the peer has dropped */
+    /* how many entries the peer has dropped of the owner's broadcast ring */
     _Alignas(64) _Atomic int64_t broadcast_dropped;
-    /* how many entries of the owner's ring to this peer the peer has dropped */
+    /* how many entries the peer has dropped of the owner's ring to the peer */
     _Atomic int64_t dropped;
     /* the last exchange that the peer has finished, given as the value that `version` of the
      * owner's op slot had during this exchange */
@@ -79,7 +79,7 @@ typedef struct shared_op_slot {
     shared_peer_counters peers[]; /* [num_ranks]: the counters for each peer */
 } shared_op_slot;
 
-/* The state of one rank, which all ranks of the group can read. */
+/* The state of one rank. All ranks of the group can read it. */
 typedef struct shared_rank_state {
     _Alignas(64) _Atomic uint32_t closed; /* 1: the rank has closed its context */
     _Atomic uint32_t ended; /* 1: a peer has found that the rank's process has exited */

@@ -111,9 +111,9 @@ struct epic_group {
         .bytes_sent = shared_bytes_sent                                                       \
     }
 
-/* Creates this rank's epic_group. `segment` is the shared memory, which the backend unmaps
- * later. is_shared_by_processes: true if the ranks are processes, so that futexes must work
- * between processes. Errors: EPIC_ENOMEM. */
+/* Creates this rank's epic_group. `segment` is the shared memory. The backend, and not the
+ * group, unmaps it. is_shared_by_processes: true if the ranks are processes, so that futexes
+ * must work between processes. Errors: EPIC_ENOMEM. */
 epic_result shared_group_new(epic_group **out, const epic_join *join,
                              const shared_layout *layout, char *segment,
                              bool is_shared_by_processes);
@@ -194,7 +194,7 @@ static inline char *shared_broadcast_ring(const epic_group *group, int rank, int
     return group->segment + l->rings_at + rank * l->rings_bytes + slot * l->staging_bytes;
 }
 
-/* Returns the ring of a rank's op slot that only rank `to` reads. */
+/* Returns the peer ring that only rank `to` reads, of op slot `slot` of rank `rank`. */
 static inline char *shared_peer_ring(const epic_group *group, int rank, int slot, int to)
 {
     const shared_layout *l = &group->layout;
