@@ -81,8 +81,8 @@ void p2p_chunks_close(p2p_exported_chunks *exported);
  * Errors: EPIC_ENOTSUP. */
 epic_result p2p_chunks_import(const p2p_exported_chunks *exported, p2p_chunks *out);
 
-/* Maps chunks one after another at a new address. The device `device` can then read and write
- * them. The mapping keeps the memory alive. */
+/* Maps chunks one after another at a new address. Makes the new address accessible to the
+ * device `device`. The mapping keeps the memory alive. */
 epic_result p2p_chunks_map(const p2p_chunks *chunks, int device, p2p_mapping *out);
 void p2p_chunks_unmap(p2p_mapping *mapping);
 

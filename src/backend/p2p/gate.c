@@ -14,8 +14,8 @@
 #include "cuda/experts/grouped.h"
 #include "rules/gate_layout.h"
 
-/* Returns the gate's only slab, which contains all tokens, and the list of the tiles into which
- * the slab is divided. The slab and the list are in the workspace. */
+/* Returns the addresses of two arrays in the workspace: the gate's only slab, which contains
+ * all tokens, and the list of the tiles into which the slab is divided. */
 static p2p_slabs slabs_of(const epic_gate_args *gate)
 {
     experts_layout at;

@@ -175,8 +175,8 @@ static void announce_close(epic_group *g)
 }
 
 /* Implements epic_backend.leave. Announces to all peers that this rank closes. Waits until
- * every peer has closed or died, at most until the timeout, because a peer may write into this
- * rank's heap until then. Frees the heap last. */
+ * every peer has closed or died, but not longer than the timeout, because a peer that has not
+ * closed may write into this rank's heap. Frees the heap last. */
 static void p2p_leave(epic_group *g)
 {
     int device = -1;

@@ -24,9 +24,9 @@ static uint32_t hash_layer(const epic_layer *layer)
 }
 
 /* Sets self->layer_hashes to two hashes. A plan must have one of them. The two hashes differ
- * only with EPIC_BY_HOSTS: a plan then has the sum order EPIC_BY_RANK or EPIC_TREE, depending
- * on whether it was made with rank_of_expert. Only the plan in device memory shows which order
- * it has, so there is one hash per order, and the kernels accept either. */
+ * only with EPIC_BY_HOSTS: with this option a plan has the sum order EPIC_BY_RANK or EPIC_TREE,
+ * depending on whether it was made with rank_of_expert. Only the plan in device memory shows
+ * which order it has, so there is one hash per order, and the kernels accept either. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer)
 {
     epic_layer order = *layer;

@@ -81,8 +81,8 @@ static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
 
 typedef cudaError_t launcher(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 
-/* Launches a dispatch for EPIC_FLAT and for EPIC_EXPERT_MAJOR, each with an existing plan and
- * with a new plan. */
+/* Launches four dispatches: for EPIC_FLAT and for EPIC_EXPERT_MAJOR, each with an existing plan
+ * and with a new plan. */
 static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch,
                                   cudaStream_t stream)
 {

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that all operations use (jobs.c), and the operations of combine.c, which are
- * declared here for the table in operations.c. A *job* is the struct of arguments of a
- * kernel. */
+/* Declares the functions that all operations use (jobs.c), and the operations of combine.c that
+ * the table in operations.c contains. A *job* is the struct of arguments of a kernel. */
 #ifndef EPIC_P2P_OPERATIONS_H
 #define EPIC_P2P_OPERATIONS_H
 
@@ -47,7 +46,7 @@ bool p2p_fits_staging(const epic_group *group, int64_t row_bytes);
 /* Returns whether this group may use low-latency kernels. The libraries for many ranks have no
  * such kernels. In the backend `hosts`, max_tokens must be small, because these kernels send
  * the expert ids to every rank. In that backend, relays (ranks that forward rows to other ranks
- * of their host) must also be off. */
+ * of their host) must be off, too. */
 bool p2p_can_use_lowlat(const epic_group *group);
 
 /* Returns whether an operation with num_tokens tokens on this rank uses a low-latency kernel.

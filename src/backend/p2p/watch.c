@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher: a thread that detects when a peer's process exits. It then sets the peer's bit
- * in host memory, which running kernels read. It also writes the heartbeat of this process
- * (beats.h). It makes no CUDA call. */
+/* The watcher: a thread that detects when a peer's process exits, and sets the peer's bit in
+ * host memory. Running kernels read this memory. The watcher also writes the heartbeat of this
+ * process (beats.h). It makes no CUDA calls. */
 #include <errno.h>
 #include <poll.h>
 #include <stdlib.h>

@@ -8,9 +8,9 @@
  * rank, and then polls its own heap. These copies use the stream `side`, so they also work
  * while kernels run. To add a window, the ranks exchange messages twice:
  *
- * - The first message of a rank describes its memory, or contains its error. Each rank then
- *   maps the memory of its peers, and enters it in a table in device memory, which kernels
- *   read.
+ * - The first message of a rank describes its memory, or contains its error. After that, each
+ *   rank maps the memory of its peers, and enters the addresses in a table in device memory.
+ *   Kernels read this table.
  * - The second message of a rank reports that it has mapped all memory, or contains its error.
  *
  * If the memory was allocated by cuMemCreate, its file descriptors are sent over sockets
@@ -250,7 +250,8 @@ static bool has_error(const epic_group *g, uint64_t sequence)
 }
 
 /* Sends the chunks of this rank to all ranks of other processes, and maps their chunks. Sets
- * *is_complete to false if a peer has reported an error. All ranks then return that error. */
+ * *is_complete to false if a peer has reported an error. In this case all ranks return that
+ * error. */
 static epic_result exchange_chunks(epic_group *g, struct p2p_windows *w, p2p_window *window,
                                    const p2p_window_message *all, chunk_exchange *x,
                                    uint64_t timeout_ms, bool *is_complete)
