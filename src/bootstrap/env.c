@@ -279,7 +279,7 @@ epic_result epic_bootstrap_env(epic_bootstrap *out)
     char host[ENV_HOST];
     if (out == NULL)
         return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
-    /* makes *out valid for epic_bootstrap_close(), also after an error */
+    /* makes *out valid for epic_bootstrap_close(), even if this function returns an error */
     *out = (epic_bootstrap){0};
     for (size_t i = 0; i < NUM_LAUNCHERS; i++) TRY(read_claim(&claims[i], &launchers[i]));
     TRY(choose_claim(&followed, claims));

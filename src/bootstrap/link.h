@@ -5,7 +5,8 @@
  * With a secret, both ends compute a key for this connection: an HMAC with the secret over both
  * hellos, each of which has a new nonce. The key is never sent. The authentication tag of a
  * frame is an HMAC with that key over the sender's side, the number of the frame in this
- * direction, and the frame itself, which contains the SHA-256 of its bytes.
+ * direction, and the header of the frame. The header contains the SHA-256 of the bytes after
+ * it.
  *
  * So an attacker between the two ends can only close the connection: if the attacker changes,
  * removes, repeats, reorders or reflects frames, the tags do not match, and the receiver

@@ -37,8 +37,8 @@ typedef enum epic_role {
 epic_result epic_secret_open(epic_secret *out, const char *text);
 void epic_secret_close(epic_secret *secret);
 
-/* Computes the HMAC with the secret over the role and both hellos, which contain both nonces,
- * the rank and the number of ranks. Returns false if libcrypto fails. */
+/* Computes the HMAC with the secret over the role and both hellos. The hellos contain the
+ * nonces, the rank and the number of ranks. Returns false if libcrypto fails. */
 bool epic_secret_prove(const epic_secret *secret, epic_role role, const epic_hello *listening,
                        const epic_hello *connecting, uint8_t proof[SECRET_PROOF]);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads Slurm's variables, which list the hosts of a step, beginning with the host of task 0,
- * and the ports reserved for the step. SLURM_LAUNCH_NODE_IPADDR is not used, because it is the
- * address of the host that runs srun, which may be a login node. */
+/* Reads Slurm's variables for a step: the list of its hosts, which begins with the host of task
+ * 0, and the list of the ports reserved for the step. SLURM_LAUNCH_NODE_IPADDR is not used,
+ * because it is the address of the host that runs srun. This host may be a login node. */
 #include <ctype.h>
 #include <stdlib.h>
 #include <string.h>

@@ -132,9 +132,9 @@ static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t
                                 time_limit *limit)
 {
     connection *c = &b->connections[rank];
-    /* A ready connection has an event only if its peer has closed it. If this rank's limit has
-     * passed too, the peer probably closed it because its own limit has passed while other
-     * ranks were missing, so the error text lists the missing ranks. */
+    /* A ready connection has an event only if its peer has closed it. If rank 0's limit has
+     * passed, too, the peer probably closed the connection because the peer's limit passed
+     * while other ranks were missing. So the error text lists the missing ranks. */
     if (c->is_ready)
         return time_limit_left_ms(limit) == 0 ? fail_late(b, "join") : fail_lost(b, rank);
     if (c->head < sizeof c->frame) {
@@ -403,7 +403,7 @@ epic_result epic_bootstrap_tcp_v1(epic_bootstrap *out, const epic_tcp *theirs, s
     epic_tcp tcp;
     if (out == NULL)
         return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
-    /* makes *out valid for epic_bootstrap_close(), also after an error */
+    /* makes *out valid for epic_bootstrap_close(), even if this function returns an error */
     *out = (epic_bootstrap){0};
     TRY(READ_SIZED(&tcp, theirs, size, "epic_tcp"));
     TRY(check_tcp(&tcp));

@@ -87,7 +87,7 @@ static epic_result check_bytes(hub *h, const member *m)
 }
 
 /* Copies the bytes of all ranks to all ranks, and wakes them. Called by the last rank that
- * arrives. All other ranks still wait then, so their buffers are valid. */
+ * arrives. At that time all other ranks wait, so their buffers are valid. */
 static void finish_gather(hub *h)
 {
     for (int32_t to = 0; to < h->num_ranks; to++) {

@@ -14,8 +14,8 @@
  * - d_W_gate_up = x^T d_gate_up, d_b_gate_up = sum of d_gate_up over the rows.
  * - d_x = d_gate_up W_gate_up^T.
  *
- * With EPIC_WEIGHT_INPUT the forward pass multiplies x by w. Then d_w = dot(d_x', x) and d_x =
- * w d_x', with d_x' the gradient of the product w x. */
+ * With EPIC_WEIGHT_INPUT the forward pass multiplies x by w. In this case d_w = dot(d_x', x)
+ * and d_x = w d_x', where d_x' is the gradient of the product w x. */
 
 /* Returns the dot product of two rows of n elements, summed in float64. */
 static double dot_product(const REAL *a, const REAL *b, int64_t n)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* State of one call of the experts: the checked options and arguments, and the workspace.
  *
- * A slab is the slots of one local expert, which are contiguous. Each expert is an MLP of two
- * GEMMs:
+ * A slab is the slots of one local expert. The slots of a slab are contiguous. Each expert is
+ * an MLP of two GEMMs:
  *
  * - First GEMM: gate_up [slots, width] = x W_gate_up + b_gate_up.
  * - Activation: a [slots, inner] = activation(gate) * up. Without a gate, a =

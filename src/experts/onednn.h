@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* GEMMs of bfloat16 matrices with oneDNN, which is loaded at first use. Only blas.c uses this
- * file. */
+/* Computes GEMMs of bfloat16 matrices with oneDNN. Loads oneDNN at first use. Only blas.c uses
+ * this file. */
 #ifndef EPIC_EXPERTS_ONEDNN_H
 #define EPIC_EXPERTS_ONEDNN_H
 

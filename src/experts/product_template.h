@@ -79,7 +79,8 @@ static const REAL *read_operand_row(const experts_job *job, const void *operand,
     return out;
 }
 
-/* Sets the rows of padding of an operand, which follow the slab's tokens, to zero. */
+/* Sets an operand's rows of padding to zero. These rows follow the rows of the slab's
+ * tokens. */
 static void clear_padding(const experts_job *job, const slab *slab, void *operand, int64_t n)
 {
     const size_t bytes = (size_t)n * (job->is_bf16 ? sizeof(uint16_t) : sizeof(REAL));
