@@ -2,9 +2,10 @@
 /* The contract of every backend.
  *
  * A backend moves data between the ranks of a group in one way, for example through shared
- * memory. Its files export one symbol, a struct epic_backend, and api/backends.c or
- * api/plugins.c lists it. A host backend implements backend/transport.h, a device backend
- * implements backend/ops.h. docs/internals/backends.md shows how to add a backend. */
+ * memory. A backend exports one symbol, a struct epic_backend. api/backends.c or, for a backend
+ * in a plugin, api/plugins.c lists this symbol. A host backend implements backend/transport.h,
+ * a device backend implements backend/ops.h. docs/internals/backends.md shows how to add a
+ * backend. */
 #ifndef EPIC_BACKEND_H
 #define EPIC_BACKEND_H
 
@@ -63,8 +64,8 @@ typedef struct epic_backend {
     epic_result (*join)(epic_group **out, const epic_join *join);
 
     /* Releases the group. Not collective, and works even if a peer is gone. A device backend
-     * first waits for peers that may still write into this rank's memory, at most until its
-     * timeout. */
+     * first waits for peers that may still write into this rank's memory, but not longer than
+     * config.timeout_ms. */
     void (*leave)(epic_group *group);
 
     /* Called in a forked child: releases the child's copy of the group, without an effect on

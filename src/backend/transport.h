@@ -143,8 +143,8 @@ typedef struct epic_transport {
     int64_t (*ring_bytes)(const epic_group *group, bool everyone);
 
     /* Claims a free op slot and returns its index. An op slot is not free while this rank uses
-     * it or a slow peer still reads it. Returns -1 if no op slot is free. In this case the
-     * caller calls wait() with op_slot -1. */
+     * the slot or while a slow peer still reads the slot. Returns -1 if no op slot is free. In
+     * this case the caller calls wait() with op_slot -1. */
     int (*claim)(epic_group *group);
 
     /* Publishes this rank's op header for (tag, sequence) in a claimed op slot, and wakes peers
@@ -152,8 +152,8 @@ typedef struct epic_transport {
     void (*announce)(epic_group *group, int op_slot, uint64_t tag, uint64_t sequence,
                      const epic_op_header *header);
 
-    /* Returns the peer's op header for the exchange of this op slot, or NULL if it has not
-     * arrived. The header stays valid until finish(). */
+    /* Returns the peer's op header for the exchange of this op slot, or NULL if the header has
+     * not arrived. The header stays valid until finish(). */
     const epic_op_header *(*op_header)(epic_group *group, int op_slot, int peer);
 
     /* Starts the next flow of the exchange. Requires that op_header() has returned the op

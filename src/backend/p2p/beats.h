@@ -24,8 +24,9 @@ typedef struct p2p_beats {
     struct recorder_page *page;
 } p2p_beats;
 
-/* Makes the beats frequent enough for calls with the time limit timeout_ms: b->timeout_ms
- * becomes the minimum of all time limits so far. Any thread may call this function. */
+/* Makes the beats frequent enough for calls with the time limit timeout_ms: sets b->timeout_ms
+ * to timeout_ms if timeout_ms is the shortest time limit so far. Any thread may call this
+ * function. */
 static inline void p2p_beats_expect(p2p_beats *b, uint32_t timeout_ms)
 {
     uint32_t current = __atomic_load_n(&b->timeout_ms, __ATOMIC_RELAXED);

@@ -115,8 +115,8 @@ static void release_group(epic_group *g)
     p2p_group_free(g);
 }
 
-/* Implements epic_backend.join. A rank that has failed still takes part in the gather, so that
- * the other ranks return its error and do not wait for it. */
+/* Implements epic_backend.join. A rank that has failed still takes part in the gather. So the
+ * other ranks return the error of this rank and do not wait for it. */
 static epic_result p2p_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
@@ -153,8 +153,8 @@ static bool may_write(const epic_group *g, int peer, const uint64_t *gone)
            !p2p_has_released(g, peer) && (is_here || !p2p_is_vacant(g, peer));
 }
 
-/* Returns true if every peer that this rank must wait for can no longer write into this rank's
- * heap, or if p2p_gone() fails. */
+/* Returns true if no peer for which this rank must wait can still write into this rank's heap,
+ * or if p2p_gone() fails. */
 static bool all_gone(epic_group *g)
 {
     const uint64_t *gone = p2p_gone(g);

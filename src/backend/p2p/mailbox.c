@@ -97,8 +97,8 @@ static bool read_message(epic_group *g, int from, void *message, size_t bytes)
     return false;
 }
 
-/* Reads a message from any rank. Begins after the sender of the last message, so that the
- * messages of every rank are read. */
+/* Reads a message from any rank. Checks all ranks one after another, beginning after the sender
+ * of the last message, so that no rank's messages are left unread. */
 static bool read_any(epic_group *g, int *from, void *message, size_t bytes)
 {
     for (int i = 1; i <= g->num_ranks; i++) {

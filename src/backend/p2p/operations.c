@@ -254,8 +254,8 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 
 /* Returns the number of early tokens: tokens whose rows are sent while the plan is made. With
  * uniform routing, NVLink can send EARLY_BYTES bytes of rows in that time. At most a fifth of
- * the tokens are sent early. Receiving starts only when the plan is complete, and with more
- * early tokens it would not catch up with sending. */
+ * the tokens are sent early. Receiving starts only when the plan is complete. With more early
+ * tokens, receiving would not catch up with sending. */
 static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;

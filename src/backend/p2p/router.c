@@ -12,7 +12,7 @@ static cudaStream_t stream_of(epic_stream stream)
     return (cudaStream_t)stream;
 }
 
-/* Checks the router's arguments, and writes to *out those that all router kernels share. */
+/* Checks the router's arguments. Writes the arguments that all router kernels need to *out. */
 static epic_result fill_router_rows(epic_group *g, p2p_router_rows *out,
                                     const epic_router *router, const void *logits,
                                     int64_t num_tokens, uint32_t type)

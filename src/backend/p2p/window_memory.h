@@ -18,9 +18,9 @@ static inline bool p2p_is_elsewhere(const epic_group *g, int rank)
 epic_result p2p_memory_allocate(epic_group *group, int64_t bytes, uint8_t **data);
 
 /* Describes the memory [data, data + bytes) of this rank in *message, so that peers can map it.
- * If the memory has chunks and there are other processes, exports the chunks to *chunks; the
- * caller must close them. Returns EPIC_ENOTSUP if the memory is not on the group's device, or
- * if peers cannot map it. */
+ * If the memory has chunks and the group has ranks in other processes, exports the chunks to
+ * *chunks. The caller must close these chunks. Returns EPIC_ENOTSUP if the memory is not on the
+ * group's device, or if peers cannot map it. */
 epic_result p2p_memory_export(const epic_group *group, const uint8_t *data, int64_t bytes,
                               p2p_window_message *message, p2p_exported_chunks *chunks);
 
