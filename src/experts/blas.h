@@ -61,9 +61,10 @@ void gemm_plain_f64(const gemm *g);
 /* Between experts_blas_enter() and experts_blas_leave(), OpenBLAS and oneDNN use one thread per
  * GEMM. With more threads, the bits of a GEMM would depend on the number of threads.
  *
- * OpenBLAS has one setting for the whole process. The first thread that enters sets it to one
- * thread, and the last thread that leaves restores it. oneDNN has a separate setting for each
- * thread. Any thread may call these functions, and pairs of calls may be nested. */
+ * OpenBLAS has one setting for the whole process. The first thread that enters sets this
+ * setting to one thread, and the last thread that leaves restores the earlier value. oneDNN has
+ * a separate setting for each thread. Any thread may call these functions, and pairs of calls
+ * may be nested. */
 void experts_blas_enter(void);
 void experts_blas_leave(void);
 

@@ -90,8 +90,8 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
-/* Checks that the slot weights are set if the experts multiply rows by them, and that they are
- * NULL if not. */
+/* If the experts multiply rows by slot weights, checks that the slot weights are set. If not,
+ * checks that they are NULL. */
 static epic_result check_weighting(const experts_job *job, int64_t num_slots)
 {
     const bool late = job->experts.weighting == EPIC_WEIGHT_LATE;

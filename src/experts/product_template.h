@@ -216,8 +216,8 @@ static void multiply_weights_transposed(const experts_job *job, const slab *slab
 }
 
 /* Computes the gradient of a weight matrix [m, n] of the slab's expert: a^T d, with a [rows, m]
- * and d [rows, n]. Writes it to d_weights, or adds it if job->accumulate is true. Does nothing
- * if d_weights is NULL. */
+ * and d [rows, n]. Adds the gradient to d_weights if job->accumulate is true, and overwrites
+ * d_weights if not. Does nothing if d_weights is NULL. */
 static void weight_gradient(const experts_job *job, const slab *slab, void *d_weights,
                             const void *a, int64_t m, const void *d, int64_t n)
 {
@@ -238,8 +238,8 @@ static void weight_gradient(const experts_job *job, const slab *slab, void *d_we
 
 /* Computes the gradient of a bias [n] of the slab's expert: the sum of the rows of d, in
  * ascending order, without the rows of padding. With `weighted` and EPIC_WEIGHT_EARLY, each row
- * is multiplied by its slot's weight. Writes the gradient to d_biases, or adds it if
- * job->accumulate is true. Does nothing if d_biases is NULL. */
+ * is multiplied by its slot's weight. Adds the gradient to d_biases if job->accumulate is true,
+ * and overwrites d_biases if not. Does nothing if d_biases is NULL. */
 static void bias_gradient(const experts_job *job, const slab *slab, void *d_biases,
                           const void *d, int64_t n, bool weighted)
 {
