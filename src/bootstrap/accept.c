@@ -311,8 +311,8 @@ static bool serve_joiner(acceptor *a, joiner *j)
     return false;
 }
 
-/* Closes the oldest joiner that has sent no hello, to make room. If all joiners have sent a
- * hello, closes the oldest joiner. */
+/* Makes room for a new joiner: closes the oldest of the joiners that have sent no hello. If all
+ * joiners have sent a hello, closes the oldest of all joiners. */
 static void drop_oldest(acceptor *a)
 {
     int oldest = -1;
@@ -369,8 +369,8 @@ static void accept_joiners(acceptor *a, int listener)
 
 static void fail_lost_rank(acceptor *a, int32_t rank)
 {
-    /* A rank that has joined sends nothing before it receives the begin frame, so an event on
-     * its socket means that it has closed the connection. */
+    /* A rank that has joined sends nothing before it receives the begin frame. So an event on
+     * the rank's socket means that the rank has closed the connection. */
     epic_link_close(&a->links[rank]);
     fail_all_ranks(a,
                    epic_fail(EPIC_EPEER,

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The part of a TCP bootstrap that runs on all ranks except rank 0: connects to rank 0.
  *
- * The rank tries again and again until rank 0 listens and admits it. On each connection it
- * sends its hello and its proof of the secret, and then receives two frames
+ * The rank tries again and again until rank 0 listens and admits it. On each connection the
+ * rank sends its hello and its proof of the secret. After that, the rank receives two frames
  * (bootstrap/frames.h). The entry frame admits the rank. The begin frame follows when all ranks
  * have joined.
  *

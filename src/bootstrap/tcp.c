@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps over TCP. In a gather every rank sends its bytes to rank 0. When rank 0 has the
- * bytes of all ranks, it sends them to every rank.
+/* Bootstraps over TCP. In a gather every rank sends its bytes to rank 0. When rank 0 has
+ * received the bytes of all ranks, rank 0 sends all these bytes to every rank.
  *
  * A failure breaks the bootstrap: rank 0 sends the failure to every rank, and later gathers
  * return the same error text. frames.h describes the messages. Only one thread of a rank may
