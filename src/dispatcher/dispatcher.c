@@ -160,8 +160,8 @@ epic_result epic_dispatcher_open_v1(epic_dispatcher **out, const epic_dispatcher
         *out = s;
         return EPIC_OK;
     }
-    /* Abort the group. Otherwise a peer whose dispatcher was opened would wait for this rank in
-     * its first call. */
+    /* Abort the group. If this rank did not, a peer that has opened its dispatcher would wait
+     * for this rank in the peer's first call. */
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
     if (s->opened_here && s->ctx != NULL && s->ctx->backend != NULL)
