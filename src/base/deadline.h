@@ -3,10 +3,11 @@
  *
  * A process can be suspended by Ctrl-Z (SIGSTOP), `scontrol suspend`, a frozen container, or a
  * paused virtual machine, while the monotonic clock continues. If all ranks were suspended
- * together, the first rank that continues would find that its deadline has passed, and would
- * report its peers as silent. So before each sleep a waiting rank stores the time of its next
- * check (expected_ns). If that check comes much later, this process was suspended. In this case
- * the deadline restarts with its full timeout, so that peers have this time to continue, too.
+ * together, the first rank that continues would find that its own deadline has passed, and
+ * would report that its peers did not answer. So before each sleep a waiting rank stores the
+ * time of its next check (expected_ns). If that check comes much later, this process was
+ * suspended. In this case the deadline restarts with its full timeout, so that peers have this
+ * time to continue, too.
  *
  * On a machine that is always overloaded, checks are late without a suspension, and the
  * deadline must not restart forever. So a deadline may restart only while the process has run

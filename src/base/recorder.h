@@ -165,7 +165,7 @@ void recorder_read_wait(const recorder_page *page, int32_t num_ranks, uint32_t o
                         int32_t peer, epic_wait_info *out);
 
 /* Maps the memfd of a recorder read-only. Returns NULL if the file is not a recorder of this
- * version, or if it could shrink while it is read. recorder_unmap() accepts NULL. */
+ * version, or if the file could shrink while it is read. recorder_unmap() accepts NULL. */
 const recorder_page *recorder_map(int fd);
 void recorder_unmap(const recorder_page *page);
 
