@@ -54,7 +54,7 @@ typedef struct epic_backend {
     const char *name; /* the value of epic_config.backend that selects this backend */
 
     /* Returns whether these ranks can form a group with this backend. If not, writes the reason
-     * to `why`, which has 256 bytes. Not collective, no side effects. */
+     * to `why`, which has 256 bytes. The call is not collective and has no side effects. */
     bool (*can_join)(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why);
 

@@ -158,8 +158,9 @@ typedef struct epic_ops {
      * experts. If a rank has more, next_data_error() later returns the error. */
     epic_result (*check_plan_fits)(epic_group *, const epic_plan_args *, uint32_t num_local);
 
-    /* Adds the array `from` to the array `to`, or copies it if `replace` is set. Each array has
-     * `count` elements of type `type`. If `from` is NULL, its elements are zeros. */
+    /* Adds the array `from` to the array `to`. If `replace` is set, copies `from` to `to`
+     * instead. Each array has `count` elements of type `type`. If `from` is NULL, its elements
+     * are zeros. */
     epic_result (*add_array)(epic_group *, epic_stream, void *to, const void *from,
                              int64_t count, uint32_t type, bool replace);
 

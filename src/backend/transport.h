@@ -173,9 +173,9 @@ typedef struct epic_transport {
      * not arrived. The entry stays valid until drop(). */
     const void *(*entry)(epic_group *group, int op_slot, int from, int64_t index);
 
-    /* Releases all entries of the current flow from the peer `from` with an index below `upto`,
-     * so that the peer can reuse their memory. Entries that this rank does not need may be
-     * released before they arrive. */
+    /* Releases the entries with an index below `upto` of the current flow from the peer `from`,
+     * so that the peer can reuse the memory of these entries. Entries that this rank does not
+     * need may be released before they arrive. */
     void (*drop)(epic_group *group, int op_slot, int from, int64_t upto);
 
     /* Ends the exchange on this rank and releases its op slot. The slot becomes free when no

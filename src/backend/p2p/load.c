@@ -25,7 +25,7 @@ static epic_result load_lowlat(void)
     return EPIC_OK;
 }
 
-/* Loads the code of every kernel, and sets its limit of dynamic shared memory. */
+/* Loads the code of every kernel, and sets the kernel's limit of dynamic shared memory. */
 static epic_result load_code(void)
 {
     TRY(p2p_cuda(p2p_load_plan(), "loading the plan kernel"));

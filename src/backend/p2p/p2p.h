@@ -225,7 +225,7 @@ epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHa
 /* Sets group->self.heap[peer] to the heap of a peer. Errors: EPIC_ENOTSUP if it cannot be
  * mapped. */
 epic_result p2p_heap_connect(epic_group *group, int peer, const cudaIpcMemHandle_t *handle);
-/* Unmaps the heap of a peer, if it is mapped. */
+/* If the heap of `peer` is mapped, unmaps it. */
 void p2p_heap_unmap(epic_group *group, int peer);
 /* Unmaps the heaps of all peers, and removes this rank's heap from the list of this process. */
 void p2p_heap_disconnect(epic_group *group);
@@ -252,7 +252,8 @@ bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why);
  * returns cudaErrorAlreadyMapped if two threads open the same handle at the same time. */
 cudaError_t p2p_open_handle(void **memory, cudaIpcMemHandle_t handle);
 
-/* Returns the heap of a rank of this process, or NULL if the rank is in another process. */
+/* Returns the heap of rank `rank` in group group_id, or NULL if that rank is in another
+ * process. */
 uint8_t *p2p_heap_find(uint64_t group_id, int rank);
 
 /* Returns EPIC_OK and sets *out to zeros if no kernel has reported a failure. If one has,

@@ -361,8 +361,8 @@ static struct p2p_windows *windows_of(epic_group *g)
     return none;
 }
 
-/* Exchanges the two messages (see the top of this file) and maps the memory of all ranks. If a
- * rank has an error, all ranks return it. */
+/* Exchanges the two messages (see the top of this file) and maps the memory of all ranks. If
+ * one rank has an error, all ranks return this error. */
 static epic_result connect_window(epic_group *g, struct p2p_windows *w, int number,
                                   p2p_window_message *mine, chunk_exchange *chunks,
                                   uint64_t timeout_ms)

@@ -64,9 +64,9 @@ void shared_shape(epic_group *g, int index, const epic_flow *flow)
         shape_peer_rings(g, x, flow);
 }
 
-/* Returns whether the ring has room for entry `index` of this flow, if the reader has dropped
- * end->seen_count entries. Flows may have entries of different sizes, so the first entry of a
- * flow waits until the reader has dropped all entries of the previous flow. */
+/* Returns whether the ring has room for entry `index` of this flow. Assumes that the reader has
+ * dropped end->seen_count entries. Flows may have entries of different sizes, so the first
+ * entry of a flow waits until the reader has dropped all entries of the previous flow. */
 static bool has_room(const shared_exchange *x, const ring_end *end, int64_t index)
 {
     return end->seen_count >= end->base && end->base + index - end->seen_count < x->depth;

@@ -62,8 +62,8 @@ typedef struct shared_peer_counters {
     _Alignas(64) _Atomic int64_t sent;
 } shared_peer_counters;
 
-/* The op slot of one rank for one exchange. Only its owner writes it, except `futex` and the
- * counters in `peers` that the peers write. */
+/* The op slot of one rank for one exchange. Only the slot's owner writes it, with two
+ * exceptions: peers write `futex` and some of the counters in `peers`. */
 typedef struct shared_op_slot {
     /* even: the members from `tag` to `op_header` are complete; odd: the owner is writing
      * them */
