@@ -86,7 +86,8 @@ static void activations_backward(const experts_job *job, const slab *slab, REAL 
 }
 
 /* For EPIC_WEIGHT_INPUT: computes the gradients of the slots' weights from d, the gradient of w
- * x. Then multiplies each row of d by its weight, so that it becomes the gradient of x. */
+ * x. After that, multiplies each row of d by its slot's weight, so that d becomes the gradient
+ * of x. */
 static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
 {
     REAL *x = job->row_scratch;

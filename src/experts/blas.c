@@ -79,9 +79,9 @@ static void make_name(blas *b, void *library, const naming *n, const char *confi
              core ? " " : "", core ? core() : "");
 }
 
-/* Reads the functions of struct blas from `library`. Returns false if one is missing. OpenBLAS
- * has 64-bit sizes if its function names have a suffix, or if its configuration contains
- * USE64BITINT. */
+/* Reads the functions of struct blas from `library`. Returns false if a function is missing.
+ * OpenBLAS has 64-bit sizes if its function names have a suffix, or if its configuration
+ * contains USE64BITINT. */
 static bool read_functions(blas *b, void *library, const naming *n)
 {
     char *(*get_config)(void) = NULL;

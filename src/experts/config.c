@@ -25,8 +25,8 @@ static epic_result check_range(const char *name, uint32_t value, uint32_t first,
     return EPIC_OK;
 }
 
-/* Checks the types. Rows must be F64 if weights are F64, and must not be if they are not. Only
- * weights may be E4M3. */
+/* Checks the types. Rows and weights must both be F64, or neither of them. Only weights may be
+ * E4M3. */
 static epic_result check_types(const epic_experts *ex)
 {
     if (convert_bytes(ex->row_type) == 0)

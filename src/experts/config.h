@@ -63,8 +63,9 @@ typedef struct experts_job {
 
     /* The workspace. The slabs are computed one after the other, and all use the same
      * workspace. */
-    /* [slots, hidden]: input rows after conversion to the type of the sums, or multiplied by
-     * their weights; empty if GEMMs can read the caller's rows */
+    /* [slots, hidden]: input rows, converted to the type of the sums and, with
+     * EPIC_WEIGHT_INPUT, multiplied by their weights; empty if GEMMs can read the caller's
+     * rows */
     void *rows;
     void *activations; /* [slots, inner]: input of the second GEMM */
     void *d_gate_up;   /* [slots, width], used by backward */
@@ -116,7 +117,7 @@ int64_t experts_tile_size(int64_t k, int64_t n);
 
 /* Writes the sizes in bytes of `saved` and of the workspaces of forward and backward to *out,
  * for num_slots slots. on_device is true for a CUDA device and false for the host. Errors:
- * EPIC_EINVAL, EPIC_ENOTSUP for E4M3 weights on the host and for F64 rows on a device. */
+ * EPIC_EINVAL, and EPIC_ENOTSUP for E4M3 weights on the host or F64 rows on a device. */
 epic_result experts_memory(const epic_experts *experts, size_t experts_size, int64_t num_slots,
                            bool on_device, epic_experts_memory_info *out);
 

@@ -237,9 +237,10 @@ static void weight_gradient(const experts_job *job, const slab *slab, void *d_we
 }
 
 /* Computes the gradient of a bias [n] of the slab's expert: the sum of the rows of d, in
- * ascending order, without the rows of padding. With `weighted` and EPIC_WEIGHT_EARLY, each row
- * is multiplied by its slot's weight. Adds the gradient to d_biases if job->accumulate is true,
- * and overwrites d_biases if not. Does nothing if d_biases is NULL. */
+ * ascending order, without the rows of padding. If `weighted` is true and experts.weighting is
+ * EPIC_WEIGHT_EARLY, each row is multiplied by its slot's weight. Adds the gradient to d_biases
+ * if job->accumulate is true, and overwrites d_biases if not. Does nothing if d_biases is
+ * NULL. */
 static void bias_gradient(const experts_job *job, const slab *slab, void *d_biases,
                           const void *d, int64_t n, bool weighted)
 {
