@@ -45,7 +45,8 @@ typedef struct joiner {
     uint8_t proof[SECRET_PROOF];
 } joiner;
 
-/* State of rank 0 while it accepts connections. Used only by the opening thread. */
+/* State of rank 0 while it accepts connections. Only the thread that opens the bootstrap uses
+ * this state. */
 typedef struct acceptor {
     const epic_tcp *tcp;
     const epic_secret *secret;
@@ -283,8 +284,8 @@ static bool check_proof(acceptor *a, joiner *j)
 }
 
 /* Receives the bytes that a joiner has sent, and replies when its hello or proof is complete.
- * Returns false if the caller must remove the joiner from the list, because its rank has joined
- * or its connection is refused or closed. */
+ * Returns false if the caller must remove the joiner from the list, because the joiner's rank
+ * has joined or because the connection is refused or closed. */
 static bool serve_joiner(acceptor *a, joiner *j)
 {
     if (!j->is_proving) {

@@ -74,7 +74,7 @@ typedef enum epic_frame_state {
 /* Makes a hello with a new nonce. Returns false if the system provides no random bytes. */
 bool epic_frame_make_hello(epic_hello *out, int32_t rank, int32_t num_ranks, bool has_secret,
                            const time_limit *limit);
-/* Returns a checksum that detects damaged bytes. Not cryptographic. */
+/* Returns a checksum that detects damaged bytes. The checksum is not cryptographic. */
 uint64_t epic_frame_checksum(const void *bytes, size_t length);
 
 /* Send or receive as many bytes as the socket allows without waiting. *done is the number of

@@ -28,7 +28,7 @@ typedef struct epic_link {
     uint8_t key[SECRET_PROOF];
 } epic_link;
 
-/* A frame and the bytes after it, while they are sent. */
+/* A message that is being sent: a frame and the bytes after it. */
 typedef struct epic_message {
     epic_frame frame;
     const void *bytes;

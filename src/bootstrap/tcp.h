@@ -55,7 +55,8 @@ epic_result epic_tcp_connect(epic_link *out, const epic_tcp *tcp, const epic_sec
  * 0's time limit, so that the answer or error of rank 0 still reaches the peer. */
 void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms);
 
-/* Fails with EPIC_EDEVICE because this rank cannot open a socket; `wrong` is the errno. */
+/* Returns EPIC_EDEVICE, and stores the error text that this rank cannot open a socket. `wrong`
+ * is the errno. */
 epic_result epic_tcp_no_socket(int wrong);
 
 #endif

@@ -68,7 +68,7 @@ static inline void time_limit_shorten(time_limit *limit, uint32_t ms)
     if (end - own->start_ns < own->timeout_ns) own->timeout_ns = end - own->start_ns;
 }
 
-/* Sleeps for `ms` milliseconds, or until the limit has passed. */
+/* Sleeps for `ms` milliseconds. If the limit passes earlier, returns then. */
 static inline void time_limit_nap(time_limit *limit, int ms)
 {
     while (ms > 0) {
