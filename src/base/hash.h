@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Hashes for checksums of plans and for call signatures. Fast, not cryptographic. */
+/* Hashes for checksums of plans and for call signatures. These hashes are fast, but not
+ * cryptographic. */
 #ifndef EPIC_HASH_H
 #define EPIC_HASH_H
 

@@ -19,9 +19,9 @@
 #define LEAST_SLEEPS 8
 #define MOST_SLEEPS 1024
 
-/* State of all waits of a rank. The threads of the rank share it. Initially zero. All accesses
- * have relaxed memory order, because a lost update only means that a few more or fewer waits
- * sleep. */
+/* State of all waits of a rank. The threads of the rank share it. All fields are initially
+ * zero. All accesses have relaxed memory order, because a lost update only means that a few
+ * more or fewer waits sleep. */
 typedef struct patience {
     _Atomic int sleeps; /* the next `sleeps` waits sleep without spinning */
     /* Half of the number N of waits that will sleep after the next late return. A value below

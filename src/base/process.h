@@ -6,8 +6,8 @@
 #include <stdint.h>
 
 /* Returns a file descriptor (pidfd) that becomes readable when the process exits. The caller
- * closes it. Returns -1 if the system cannot create a pidfd, because Linux is older than 5.3 or
- * because the process is in another PID namespace. */
+ * must close the descriptor. Returns -1 if the system cannot create a pidfd, because Linux is
+ * older than 5.3 or because the process is in another PID namespace. */
 int process_watch(int64_t pid);
 
 /* Returns true if the process has exited. fd is the result of process_watch(). If fd is -1,

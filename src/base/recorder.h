@@ -109,8 +109,8 @@ typedef struct recorder_wait {
     _Atomic uint64_t alone_ns;
 } recorder_wait;
 
-/* The contents of the memfd. The fields up to `net` are written once, except next and closed.
- * `magic` is stored last, with release order. */
+/* The contents of the memfd. The fields up to `net` are written once, except that `next` and
+ * `closed` change later. `magic` is stored last, with release order. */
 typedef struct recorder_page {
     _Atomic uint64_t magic;
     uint32_t version;
@@ -147,8 +147,9 @@ static inline size_t recorder_bytes(int32_t num_ranks)
 /* Returns the memory of a recorder of this process; NULL if the recorder is NULL. */
 recorder_page *recorder_get_page(const epic_recorder *recorder);
 
-/* Sets how long the operations of one kind have waited for one peer. Used by a backend that
- * measures waits itself. Inline, because that backend is a separate library. */
+/* Sets how long the operations of one kind have waited for one peer. A backend that measures
+ * waits itself calls this function. The function is inline, because such a backend is a
+ * separate library. */
 static inline void recorder_set_wait(recorder_page *page, uint32_t operation, int32_t peer,
                                      uint64_t wait_ns, uint64_t alone_ns)
 {
@@ -169,9 +170,9 @@ void recorder_read_wait(const recorder_page *page, int32_t num_ranks, uint32_t o
 const recorder_page *recorder_map(int fd);
 void recorder_unmap(const recorder_page *page);
 
-/* Copies record i to *out, and its error text, or "", to `sentence`, which may be NULL. The
- * copy never mixes two writes. Returns false if the record was never used, or if a writer
- * changed it during every attempt. */
+/* Copies record i to *out. If `sentence` is not NULL, copies the error text of the record to
+ * `sentence` ("" if the record has no error text). The copy never mixes two writes. Returns
+ * false if the record was never used, or if a writer changed it during every attempt. */
 bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
                    char sentence[RECORDER_SENTENCE]);
 
