@@ -381,7 +381,7 @@ typedef struct p2p_combine_job {
     int32_t num_tokens, num_rows;
     uint32_t type;   /* epic_type of the elements of `rows` and `out` */
     int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
-    /* number of tokens by which adding partial sums stays behind sending them */
+    /* Adding partial sums lags behind sending partial sums by this number of tokens. */
     int32_t lag;
     /* tree: 1 if the layer's sum order is EPIC_TREE. flat: 1 if the layout is FLAT. */
     int32_t top_k, tree, flat;

@@ -39,10 +39,10 @@
 
 /* Maximum number of planner CTAs, which together make a rank's plan. */
 #define P2P_MAX_PLANNERS 16
-/* The bisection of plan/flat_drop.cuh exchanges words in each repetition. A heap has separate
- * words for this many consecutive repetitions. In the backend `hosts`, a word in the outbox
- * must not change until its put (the copy by the net) is done, and a rank can check this only
- * between operations. So every repetition has its own words. A bisection has at most 40
+/* The bisection of plan/flat_drop.cuh exchanges words in each repetition. A heap has this many
+ * sets of words. In p2p two sets are used in turn. In the backend `hosts` each repetition has
+ * its own set, because a word in the outbox must not change until its put (the copy by the net)
+ * is done, and a rank can check this only between operations. A bisection has at most 40
  * repetitions. */
 #define P2P_SEARCHES (HOSTS ? 40 : 2)
 /* A rank uses the low-latency kernels (lowlat/lowlat.cuh) only if it has at most this many

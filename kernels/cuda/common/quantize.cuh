@@ -26,8 +26,8 @@
 /* The part of a quantized piece of a row that one lane has: some elements, and one word of
  * scales. A word of scales contains the scales of 128 elements. */
 template <int V, int N> struct Quantized {
-    /* Number of adjacent lanes that share one word of scales: vector v of each of these lanes
-     * makes 128 elements in all. */
+    /* Number of adjacent lanes that share one word of scales: for each v, the vectors v of
+     * these lanes together contain 128 elements. */
     static constexpr int LANES = QUANTIZE_BLOCK / N;
     /* number of words of scales per piece */
     static constexpr int WORDS = V * WARP / LANES;

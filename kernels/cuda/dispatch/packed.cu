@@ -43,9 +43,9 @@ template <class OwnPiece> struct PieceFeed {
     /* the row that this unit moves, in staging or in the caller's memory; NULL: the pieces of
      * the unit are not copied */
     const uint8_t *row;
-    /* Address of the scales of the unit's token, minus 16 * row_end. In a packed row, the first
-     * row_end vectors are the row, and the others are the scales. So a vector v of scales (v >=
-     * row_end) is at scales + 16 * v. */
+    /* In a packed row, the first row_end vectors are the row, and the others are the scales.
+     * Vector v >= row_end of the packed row is at scales + 16 * v. So this address is that of
+     * the scales of the unit's token minus 16 * row_end. */
     const uint8_t *scales;
     /* row_end: the first vector that comes from `scales`, not from `row`. copy_end: the first
      * vector that is not copied. */

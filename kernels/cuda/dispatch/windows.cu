@@ -18,14 +18,17 @@
  *   warp 0 of CTA 0         after a direct dispatch, waits until all peers have stored rows
  *   CTA that finishes last  sets the counters to 0; after an error, clears the outputs
  *
- * Memory order, for each store that another CTA or a peer must see before it continues:
+ * Memory order. For each kind of data: what the writer does after it has stored the data, and
+ * what a reader does before it loads the data:
  *
- *   store                         then                          before a reader's loads
- *   permit                        the signature, after a fence  poll of the permit, fence
- *   arrays of the plan            barrier, fence, num_planned   acquire of num_planned, barrier
- *   rows in a window of a peer    barrier, fence, num_stored;   poll of `stored`, fence
- *                                 fence, `stored` of the peer
- *   weights, records, early rows  nothing                       each word is its own flag
+ *   data                          writer, afterwards            reader, before
+ *   permit                        fence, store the signature    poll the permit, fence
+ *   arrays of the plan            barrier, fence, increment     load-acquire num_planned,
+ *                                 num_planned                   barrier
+ *   rows in a window of a peer    barrier, fence, increment     poll `stored`, fence
+ *                                 num_stored; fence, store
+ *                                 `stored` to the peer
+ *   weights, records, early rows  nothing                       poll each word itself
  *
  * net/windows.cuh explains the lines about permits and rows.
  *

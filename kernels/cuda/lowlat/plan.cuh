@@ -501,8 +501,8 @@ static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
 }
 
 /* Reports to the host that the lowest vacant seat (a rank number without a process) has
- * experts. The error names the lowest rank that is not vacant as the rank with wrong data, as
- * in the general planner. Called by one thread. */
+ * experts. Because a vacant seat has no process that could be at fault, the error names the
+ * lowest rank that has one, as in the general planner. Called by one thread. */
 static __device__ __noinline__ void report_vacant(const p2p_plan_job &job, const OpState &op)
 {
     const int vacant = __ffs(vacant_seats(op)) - 1, member = __ffs(~vacant_seats(op)) - 1;

@@ -224,7 +224,8 @@ static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args 
     return launch_product(product, gate->stream);
 }
 
-/* Launches the kernel that divides the tokens (one slab) into tiles for the gate's GEMMs. */
+/* Launches the kernel that divides the tokens into tiles for the gate's GEMMs. All tokens
+ * together are one slab. */
 static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
 {
     TRY(p2p_check_group(g));

@@ -24,8 +24,9 @@ bool shared_is_gone(epic_group *g, int peer)
 }
 
 /* Implements epic_transport.any_gone. A rank that closes, or that finds that a peer has exited,
- * stores any_gone before it loads the futexes (wait.c). All these accesses are sequentially
- * consistent. So a rank cannot go to sleep without noticing that a peer is gone. */
+ * stores any_gone and then loads the futexes. A rank that goes to sleep stores its futex and
+ * then loads any_gone (wait.c). All these accesses are sequentially consistent, so at least one
+ * of the two ranks sees the store of the other. */
 bool shared_any_gone(const epic_group *g)
 {
     return load_ordered(&g->header->any_gone) != 0;
