@@ -77,11 +77,11 @@ tsan-build:
 
 test-asan: asan-build
 	@echo "== AddressSanitizer and UndefinedBehaviorSanitizer"
-	@$(CASES_SANITIZED) $(STILL) $(call CTEST,build/asan) -LE slow
+	@$(CASES_SANITIZED) $(STILL) $(call CTEST,build/asan) -LE "slow|night"
 
 test-tsan: tsan-build
 	@echo "== ThreadSanitizer"
-	@$(CASES_SANITIZED) $(STILL) $(call CTEST,build/tsan) -L threads -LE slow
+	@$(CASES_SANITIZED) $(STILL) $(call CTEST,build/tsan) -L threads -LE "slow|night"
 
 test-valgrind:
 	@echo "== valgrind"

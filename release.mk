@@ -30,7 +30,7 @@ coverage: setup-test
 	@$(call CMAKE,Debug,$(COVERAGE),$(HOST_ONLY) -DCMAKE_C_FLAGS="--coverage -fprofile-update=atomic")
 	@$(call BUILD,$(COVERAGE)) --target tested
 	@find $(COVERAGE) -name '*.gcda' -delete
-	@status=0; $(call CTEST,$(COVERAGE)) -L "unit|conformance|fault|net" -LE slow || status=$$?; \
+	@status=0; $(call CTEST,$(COVERAGE)) -L "unit|conformance|fault|net" -LE "slow|night" || status=$$?; \
 	    python3 tools/coverage.py $(COVERAGE) && exit $$status
 
 # Combinations of targets for a push and for the night (docs/internals/testing.md).
