@@ -12,7 +12,7 @@
  * Errors: EPIC_EINVAL. */
 epic_result config_read(epic_config *out, const epic_config *config, size_t size);
 
-/* Like config_read(), but for a size query. Returns EPIC_EINVAL if config->num_ranks is 0,
+/* Like config_read(), for a size query. Returns EPIC_EINVAL if config->num_ranks is 0,
  * because a size query has no bootstrap from which to read the number of ranks. */
 epic_result config_read_sizes(epic_config *out, const epic_config *config, size_t size);
 

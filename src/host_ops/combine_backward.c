@@ -87,12 +87,12 @@ static void scatter_piece(const combine_backward_call *s, int from, int64_t toke
     }
 }
 
-/* Stores one piece of a gradient row directly into d_rows of peers. Does this for a peer if the
- * peer needs the piece, d_rows of the peer is in a window, and the token has only one slot on
- * the peer. If a peer multiplies the rows by weights, its op header does not say where its
- * d_rows is (window_place()), so the function skips this peer. Copies with the same function as
- * write_scaled_row(), so that even a NaN has the same bits as without windows. Returns true if
- * some peer must read the piece from the ring. */
+/* Stores one piece of a gradient row directly into d_rows of peers. Does this for a peer if
+ * the peer needs the piece, d_rows of the peer is in a window, and the token has only one slot
+ * on the peer. If a peer multiplies the rows by weights, its op header does not contain the
+ * place of its d_rows (window_place()), so the function skips this peer. Copies with the same
+ * function as write_scaled_row(), so that even a NaN has the same bits as without windows.
+ * Returns true if some peer must read the piece from the ring. */
 static bool store_for_peers(const combine_backward_call *s, int64_t token, int32_t piece)
 {
     const epic_type type = (epic_type)s->args->type;

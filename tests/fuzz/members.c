@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Fuzzes the decision on the next generation (src/context/members.c). The first byte chooses the
- * number of seats and whether the input forges messages. Each following pair of bytes is an
- * event of the simulated group. Without forged messages, no two living seats may ever be in
- * the same generation with different members. With them, nothing may crash. */
+/* Fuzzes the decision on the next generation (src/context/members.c). The first byte chooses
+ * the number of seats and whether the input forges messages. Each following pair of bytes is an
+ * event of the simulated group. Without forged messages, no two living seats may ever be in the
+ * same generation with different members. With them, nothing may crash. */
 #include "unit/members.h"
 
 typedef struct input {

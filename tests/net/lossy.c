@@ -13,8 +13,8 @@
 #include "relay.h"
 
 #define FEW_HOSTS 3
-/* With more than FEW_HOSTS hosts, each pair exchanges less, so that the time does not grow with the
- * square of their number. */
+/* With more than FEW_HOSTS hosts, each pair exchanges less, so that the time does not grow with
+ * the square of their number. */
 #define FEW_BYTES (128 << 10)
 #define MANY_BYTES 4096
 #define FAR_US 150000 /* like a satellite connection, on which each loss takes long to detect */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests the decision on the next generation (src/context/members.c): single cases by hand, then random
- * deaths, stops and delays in a simulated group. */
+/* Tests the decision on the next generation (src/context/members.c): single cases by hand, then
+ * random deaths, stops and delays in a simulated group. */
 #include "members.h"
 
 #include "check.h"

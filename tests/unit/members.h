@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A simulated group of seats that decide on the next generation (src/context/members.c). A source of
- * choices decides which message arrives next, which seat dies, stops or goes on, and when time
- * passes. Messages between two seats keep their order. */
+/* A simulated group of seats that decide on the next generation (src/context/members.c). A
+ * source of choices decides which message arrives next, which seat dies, stops or goes on, and
+ * when time passes. Messages between two seats keep their order. */
 #ifndef MEMBERS_SIM_H
 #define MEMBERS_SIM_H
 

@@ -23,9 +23,9 @@ static void raise_rows_us(cost *c, double time, const char *name)
     c->limit = name;
 }
 
-/* Returns the number of ranks' words (announcements, and also counts) that a rank sends to other
- * hosts: its own words to each rank there. In groups of more than 32 ranks, on hosts of equally
- * many ranks, relays send the words of all ranks of their host to a part of the hosts. */
+/* Returns the number of ranks' words (announcements, and also counts) that a rank sends to
+ * other hosts: its own words to each rank there. In groups of more than 32 ranks, on hosts of
+ * equally many ranks, relays send the words of all ranks of their host to a part of the hosts. */
 static double num_shared_words(const shape *s)
 {
     const int peers = s->ranks - s->ranks_per_host;
@@ -34,9 +34,10 @@ static double num_shared_words(const shape *s)
     return hosts < 2 ? 0 : (double)((hosts - 1) / s->ranks_per_host + 1) * s->ranks_per_host;
 }
 
-/* Returns the time in which a rank sends the words of a plan to other hosts: first announcements
- * and counts of choices, then to each rank there a record of 8 bytes for each choice (a token
- * and one of its top_k experts). The proxy thread joins the records for a rank into one put. */
+/* Returns the time in which a rank sends the words of a plan to other hosts: first
+ * announcements and counts of choices, then to each rank there a record of 8 bytes for each
+ * choice (a token and one of its top_k experts). The proxy thread joins the records for a rank
+ * into one put. */
 static double plan_us(const constants *k, const shape *s, const routing *r)
 {
     const double peers = s->ranks - s->ranks_per_host, shared = num_shared_words(s);

@@ -251,9 +251,9 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
 {
     const int32_t finished_token = token - m.job.lag;
     const int spans = m.stride.spans;
-    /* Of the units that receive spans of a token, only one finishes the dot products. A hash of
-     * the token selects the span of this unit, so that all warps get an equal share of this
-     * work. */
+    /* Several units receive spans of a token, but only one of them finishes the dot products. A
+     * hash of the token selects the span of this unit, so that all warps get an equal share of
+     * this work. */
     const int finishing_span =
         (int)__umulhi((uint32_t)finished_token * 0x9e3779b9u, (uint32_t)spans);
     if (token >= m.round_begin && token < end &&

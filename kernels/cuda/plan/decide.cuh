@@ -129,8 +129,8 @@ static __device__ __forceinline__ void write_expert_counts(const p2p_plan_job &j
 
 /* Sets p.slab_start for each expert of `rank`. With layout FLAT, which has no slabs, sets
  * p.local_expert instead. For this rank's own experts, CTA 0 also writes the plan's tables
- * slab_begin and padding, and the caller's counts (write_expert_counts()). Returns the number of
- * slots that the rank needs. Called by one warp. */
+ * slab_begin and padding, and the caller's counts (write_expert_counts()). Returns the number
+ * of slots that the rank needs. Called by one warp. */
 template <int FEATURES>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {

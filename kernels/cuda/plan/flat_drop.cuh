@@ -105,8 +105,8 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
 #define SEARCH_ROW_BITS 24
 
 /* Waits for the rows that the tokens of each rank need on rank d, in repetition number
- * `search`. has_arrived(word) returns whether a word belongs to it. Sets p.rows_before_cta[d] and
- * p.needed_rows[d]. Called by one thread. Returns false if the group has failed. */
+ * `search`. has_arrived(word) returns whether a word belongs to it. Sets p.rows_before_cta[d]
+ * and p.needed_rows[d]. Called by one thread. Returns false if the group has failed. */
 template <class HasArrived>
 __device__ __forceinline__ bool add_relayed_rows(Planner &p, const OpState &op, int d,
                                                  int search, HasArrived has_arrived)

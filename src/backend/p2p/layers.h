@@ -28,7 +28,7 @@ void p2p_sign_layer(signature *a, const epic_layer *layer);
  * support the layer. */
 epic_result p2p_read_layer(const epic_group *group, epic_layer *out, const epic_layer *layer);
 
-/* Like p2p_read_layer(), but for a call that reads an existing plan. It has one more error:
+/* Like p2p_read_layer(), for a call that reads an existing plan. It has one more error:
  * EPIC_EINVAL if plan_bytes is less than the layer needs. This check is necessary because
  * kernels read parts of the plan before they check its header. */
 epic_result p2p_read_plan_layer(const epic_group *group, epic_layer *out,

@@ -251,8 +251,8 @@ static void play_far(team_rank *me, memory *m)
     emulator_hold(me->rank, 0);
 }
 
-/* Two hosts of two ranks, in the libraries for many ranks. Announcements of rank 0 for rank 2 go
- * through ranks 1 and 3. One of these three does not come, and rank 2 must blame it alone,
+/* Two hosts of two ranks, in the libraries for many ranks. Announcements of rank 0 for rank 2
+ * go through ranks 1 and 3. One of these three does not come, and rank 2 must blame it alone,
  * although it also misses announcements of other ranks. Its time limit ends first. */
 static void play_without(team_rank *me, memory *m, int absent)
 {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests and prints how many messages the ranks pass to the net in operations without tokens: a
- * plan, which sends announcements and counts, and a dispatch, which sends announcements only. With
- * relays, only one rank of each host sends words to another host, for all ranks of its host.
+ * plan, which sends announcements and counts, and a dispatch, which sends announcements only.
+ * With relays, only one rank of each host sends words to another host, for all ranks of its
+ * host.
  *
  *   many_hosts_messages HOSTS RANKS_PER_HOST [relays]   relays: only with relays */
 #include <stdio.h>
@@ -68,8 +69,8 @@ static int run_rank(team_rank *me)
     return 0;
 }
 
-/* Returns the number of words' rows that a rank must send: one per rank whose words it sends and
- * per rank to which it sends them. */
+/* Returns the number of words' rows that a rank must send: one per rank whose words it sends
+ * and per rank to which it sends them. */
 static uint64_t rows_of(int rank)
 {
     const int host = rank / local;
