@@ -14,7 +14,7 @@ list(FILTER epic_hosts_ranks EXCLUDE REGEX # only p2p has these
 set(epic_many_ranks ${epic_hosts_ranks}) # with EPIC_MANY_RANKS, for p2p and for hosts
 list(FILTER epic_many_ranks EXCLUDE REGEX "/lowlat/")
 file(GLOB p2p CONFIGURE_DEPENDS ${src}/backend/p2p/*.c)
-set(epic_p2p_host ${p2p} ${src}/base/error.c ${src}/base/text.c ${src}/base/process.c)
+set(epic_p2p_host ${p2p} ${src}/base/alive.c ${src}/base/error.c ${src}/base/text.c ${src}/base/process.c)
 file(GLOB hosts CONFIGURE_DEPENDS ${src}/backend/hosts/*.c ${src}/net/*.c)
 set(epic_hosts_host ${p2p} ${hosts} ${src}/base/error.c ${src}/base/text.c ${src}/base/process.c
     ${src}/base/library.c ${src}/bootstrap/bootstrap.c)

@@ -16,6 +16,7 @@
 typedef struct join_handle {
     uint32_t result; /* EPIC_OK, or the first error of this rank */
     p2p_gpu gpu;
+    int32_t alive_fd; /* alive.fd of this rank (base/alive.h) */
     cudaIpcMemHandle_t heap_handle;
     char sentence[256];
 } join_handle;
@@ -59,6 +60,8 @@ static epic_result make_own_part(epic_group *g, join_handle *mine)
     TRY(p2p_group_device(g, &mine->gpu));
     TRY(make_heap(g));
     TRY(p2p_load(g));
+    alive_create(&g->alive, g->self.group_id, g->rank);
+    mine->alive_fd = g->alive.fd;
     return p2p_heap_export(g, g->self.heap[g->rank], &mine->heap_handle);
 }
 
@@ -81,11 +84,13 @@ static epic_result check_join_handle(const join_handle *c, int rank)
 static epic_result connect_peers(epic_group *g, const join_handle *handles)
 {
     p2p_gpu gpus[DEVICE_MAX_RANKS];
+    int alive_fds[DEVICE_MAX_RANKS];
     for (int q = 0; q < g->num_ranks; q++) TRY(check_join_handle(&handles[q], q));
     for (int q = 0; q < g->num_ranks; q++) gpus[q] = handles[q].gpu;
+    for (int q = 0; q < g->num_ranks; q++) alive_fds[q] = handles[q].alive_fd;
     TRY(p2p_budget_share(g, gpus));
     for (int q = 0; q < g->num_ranks; q++) TRY(p2p_heap_connect(g, q, &handles[q].heap_handle));
-    return p2p_watch_open(g);
+    return p2p_watch_open(g, alive_fds);
 }
 
 /* Implements p2p_hooks.write. A copy engine of the GPU copies the bytes, so the copy makes
@@ -109,6 +114,7 @@ static const p2p_hooks hooks = {.write = write_to_peer, .wake = skip_wake};
 static void release_group(epic_group *g)
 {
     p2p_watch_close(g);
+    alive_free(&g->alive);
     p2p_free_windows(g);
     p2p_heap_disconnect(g);
     if (g->self.heap[g->rank]) (void)cudaFree(g->self.heap[g->rank]);

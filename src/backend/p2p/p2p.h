@@ -10,6 +10,7 @@
 
 #include "backend/ops.h"
 #include "backend/p2p/beats.h"
+#include "base/alive.h"
 #include "cuda/common/cuda_kernels.h"
 
 #define P2P_DEFAULT_SMS 64 /* number of SMs of an operation if config.max_sms is 0 */
@@ -87,6 +88,7 @@ struct epic_group {
     uint32_t vacant;
     p2p_mailbox mailbox;
     p2p_watch *watch;
+    alive alive;       /* shows peers that this process is alive; not used in backend `hosts` */
     p2p_beats *beats;  /* heartbeat that shows kernels that this process is running (beats.h) */
     hosts_part *hosts; /* NULL in backend p2p */
     cudaStream_t side; /* stream for copies that must work while a kernel runs */
@@ -183,8 +185,9 @@ extern const struct epic_regroup_transport p2p_regroup;
  * that it closes, because its join failed. */
 bool p2p_has_released(const epic_group *group, int peer);
 
-/* Start and end the watcher thread (watch.c). */
-epic_result p2p_watch_open(epic_group *group);
+/* Start and end the watcher thread (watch.c). alive_fds [num_ranks]: alive.fd of each rank
+ * (base/alive.h). */
+epic_result p2p_watch_open(epic_group *group, const int *alive_fds);
 void p2p_watch_close(epic_group *group);
 
 /* Returns whether the process of `peer` has died. The watcher thread (backend p2p) or the proxy

@@ -1,7 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher: a thread that detects when a peer's process exits, and sets the peer's bit in
+/* The watcher: a thread that detects when a peer's process dies, and sets the peer's bit in
  * host memory. Running kernels read this memory. The watcher also writes the heartbeat of this
- * process (beats.h). It makes no CUDA calls. */
+ * process (beats.h), and is the thread that shows the peers that this process is alive
+ * (base/alive.h). It makes no CUDA calls.
+ *
+ * A page of memory (base/alive.h) shows the death of a process early, while kernels of the
+ * process may still run. These kernels can store to staging, where this does no harm
+ * (members.c). But they can also store to the windows of this rank, which the caller may free
+ * after the failure of the group. So in a group with windows, only the end of the exit, which a
+ * pidfd shows, counts as death. */
 #include <errno.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -10,12 +17,16 @@
 #include <unistd.h>
 
 #include "backend/p2p/p2p.h"
+#include "base/alive.h"
 #include "base/error.h"
 #include "base/process.h"
 #include "base/thread.h"
 
+#define ALIVE_PERIOD_MS 5 /* time between two reads of the peers' pages (base/alive.h) */
+
 struct p2p_watch {
     pthread_t thread;
+    epic_group *group;
     p2p_status *status;
     p2p_beats *beats;
     int end; /* eventfd; a write to it ends the thread; -1: there is no thread */
@@ -25,6 +36,9 @@ struct p2p_watch {
     int processes[DEVICE_MAX_RANKS];
     /* for each peer, the pid of its process; 0 if the peer is dead or in this process */
     int64_t pids[DEVICE_MAX_RANKS];
+    /* for each peer, the page that shows whether its process is alive, or NULL */
+    const alive_page *pages[DEVICE_MAX_RANKS];
+    bool has_pages; /* true if any element of `pages` is not NULL */
 };
 
 static void mark_dead(p2p_watch *w, int rank)
@@ -33,12 +47,28 @@ static void mark_dead(p2p_watch *w, int rank)
     w->pids[rank] = 0;
 }
 
+/* Returns true if the process of peer q is dead. is_ready: true if its pidfd is readable. */
+static bool has_died(const p2p_watch *w, int q, bool is_ready)
+{
+    const bool has_windows = __atomic_load_n(&w->group->windows, __ATOMIC_RELAXED) != NULL;
+    if (!has_windows && alive_is_dead(w->pages[q])) return true;
+    return (is_ready || w->processes[q] < 0) && process_ended(w->processes[q], w->pids[q]);
+}
+
+/* Returns for how long poll() may wait. */
+static int period_ms(const p2p_watch *w)
+{
+    const int beats_ms = p2p_beats_ms(w->beats);
+    return w->has_pages && beats_ms > ALIVE_PERIOD_MS ? ALIVE_PERIOD_MS : beats_ms;
+}
+
 /* The main function of the watcher thread. It waits in poll() until a peer's process exits,
- * until the next beat (increment of the heartbeat) is due, or until p2p_watch_close() writes to
- * the eventfd `end` to end the thread. */
+ * until the pages of the peers must be read or the next beat (increment of the heartbeat) is
+ * due, or until p2p_watch_close() writes to the eventfd `end` to end the thread. */
 static void *watch_processes(void *self)
 {
     p2p_watch *w = self;
+    alive_register(&w->group->alive);
     for (;;) {
         struct pollfd signs[DEVICE_MAX_RANKS + 1];
         for (int q = 0; q < w->num_ranks; q++) {
@@ -47,15 +77,12 @@ static void *watch_processes(void *self)
         }
         signs[w->num_ranks] = (struct pollfd){.fd = w->end, .events = POLLIN};
         p2p_beat(w->beats, w->status);
-        const int wait_ms = p2p_beats_ms(w->beats);
-        const int got = poll(signs, (nfds_t)w->num_ranks + 1, wait_ms);
+        const int got = poll(signs, (nfds_t)w->num_ranks + 1, period_ms(w));
         if ((got < 0 && errno != EINTR) || (got > 0 && signs[w->num_ranks].revents)) break;
-        for (int q = 0; q < w->num_ranks; q++) {
-            const bool silent = got <= 0 || !signs[q].revents;
-            if (!w->pids[q] || (w->processes[q] >= 0 && silent)) continue;
-            if (process_ended(w->processes[q], w->pids[q])) mark_dead(w, q);
-        }
+        for (int q = 0; q < w->num_ranks; q++)
+            if (w->pids[q] && has_died(w, q, got > 0 && signs[q].revents)) mark_dead(w, q);
     }
+    alive_unregister(&w->group->alive);
     p2p_beats_end(w->status);
     return NULL;
 }
@@ -65,10 +92,22 @@ static bool same_process(const epic_peer *a, const epic_peer *b)
     return !memcmp(a->process, b->process, sizeof a->process);
 }
 
-epic_result p2p_watch_open(epic_group *g)
+/* Closes the pidfds, unmaps the pages, and frees w. */
+static void free_watch(p2p_watch *w)
+{
+    for (int q = 0; q < w->num_ranks; q++) {
+        if (w->processes[q] >= 0) close(w->processes[q]);
+        alive_unmap(w->pages[q]);
+    }
+    if (w->end >= 0) close(w->end);
+    free(w);
+}
+
+epic_result p2p_watch_open(epic_group *g, const int *alive_fds)
 {
     p2p_watch *w = calloc(1, sizeof *w);
     if (!w) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
+    w->group = g;
     w->status = g->status;
     w->num_ranks = g->num_ranks;
     for (int q = 0; q < g->num_ranks; q++) {
@@ -76,6 +115,8 @@ epic_result p2p_watch_open(epic_group *g)
         if (same_process(&g->peers[q], &g->peers[g->rank])) continue;
         w->pids[q] = g->peers[q].pid;
         w->processes[q] = process_watch(w->pids[q]);
+        w->pages[q] = alive_map(w->pids[q], alive_fds[q], g->self.group_id, q);
+        w->has_pages |= w->pages[q] != NULL;
     }
     w->beats = g->beats;
     p2p_beats_expect(w->beats, g->config.timeout_ms);
@@ -83,12 +124,10 @@ epic_result p2p_watch_open(epic_group *g)
         /* with a single rank no thread is needed */
         g->num_ranks > 1 ? eventfd(0, EFD_CLOEXEC) : -1;
     if (g->num_ranks > 1 && (w->end < 0 || thread_start(&w->thread, watch_processes, w) != 0)) {
-        for (int q = 0; q < g->num_ranks; q++)
-            if (w->processes[q] >= 0) close(w->processes[q]);
-        if (w->end >= 0) close(w->end);
-        free(w);
+        const int error = errno;
+        free_watch(w);
         return epic_fail(EPIC_EDEVICE, "no thread that watches the peers' processes: %s",
-                         strerror(errno));
+                         strerror(error));
     }
     g->watch = w;
     return EPIC_OK;
@@ -101,10 +140,7 @@ void p2p_watch_close(epic_group *g)
     if (w->end >= 0) {
         const ssize_t written = write(w->end, &(uint64_t){1}, sizeof(uint64_t));
         if (written == sizeof(uint64_t)) pthread_join(w->thread, NULL);
-        close(w->end);
     }
-    for (int q = 0; q < w->num_ranks; q++)
-        if (w->processes[q] >= 0) close(w->processes[q]);
-    free(w);
+    free_watch(w);
     g->watch = NULL;
 }
