@@ -51,18 +51,23 @@ __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     __shared__ PlanView plan;
     __shared__ Stride stride;
     const RowShape shape = row_shape<V>(job.row_bytes, job.aligned);
-    if (threadIdx.x == 0)
+    /* two other warps begin the operation at the same time */
+    if (threadIdx.x == 2 * WARP)
         stride.set_strides(job.total_warps, num_roles(job.self) + num_forward_roles(job.self),
                            (shape.pieces + job.span - 1) / job.span);
-    read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
+    if (!read_plan_and_begin(plan, op, job.plan, job.plan_bytes, job.self, job.num_tokens,
+                             job.num_rows))
+        return;
     choose_padding(plan, job);
+    __syncthreads();
     const device_plan_header &h = plan.header;
-    if (!begin_operation(op, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
     const bool moves = plan.is_valid && h.result == EPIC_OK;
     BackwardMove m = {job, op, plan, stride, shape, policy_once(), 0, (int)h.top_k};
     bool ok = true;
     uint8_t *const ring = memory + threadIdx.x / WARP * Units::WARP_BYTES;
-    if (moves && job.aligned && h.top_k <= WARP)
+    const bool streams = moves && job.aligned && h.top_k <= WARP;
+    const bool is_single = streams && start_single_round(op, plan, shape);
+    if (streams)
         ok = for_each_round(m, op, (int64_t)m.shape.vectors * 16,
                             [&](int32_t end) { return run_units(Units(m, ring, end)); });
     else if (moves)
@@ -70,8 +75,7 @@ __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     if (moves && ok) pad_all<V, QUANTIZE>(m);
     if (moves && ok && job.zero_tail)
         zero_slots<QUANTIZE>(m, h.slots_of[job.self.rank], grid_thread(), grid_threads());
-    if (finish_operation(op) && ok &&
-        !(moves && check_rows(job.self, op, &h, threadIdx.x == 0)))
+    if (end_rounds(op, h, is_single, moves, ok))
         zero_slots<QUANTIZE>(m, 0, threadIdx.x, blockDim.x);
 }
 

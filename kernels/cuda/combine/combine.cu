@@ -38,6 +38,8 @@
 
 #define BLOCK 384 /* threads per CTA; with this number, each thread can have 168 registers */
 #define WARPS (BLOCK / WARP)
+/* the thread that sets the strides while two other warps begin the operation */
+#define SETTER (2 * WARP)
 
 /* Zeroes all outputs. The CTA that finishes last calls it if the plan is invalid, or if the
  * array `rows` of a rank has too few rows. */
@@ -46,6 +48,15 @@ static __device__ void clear_outputs(const CombineState &c)
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);
     zero_floats(c.job.choice_floats, 0, (int64_t)c.job.num_tokens * c.job.top_k, threadIdx.x,
                 BLOCK);
+}
+
+/* Sets the strides of the two lists of units. `pieces`: number of pieces of a row. Called by one
+ * thread. */
+static __device__ void set_strides(const p2p_combine_job &job, Stride &expert, Stride &source,
+                                   int pieces)
+{
+    expert.set_strides(gridDim.x * WARPS, max(job.self.num_ranks - 1, 1), pieces);
+    source.set_strides(gridDim.x * WARPS, 1, pieces);
 }
 
 /* The kernel that p2p_launch_combine() launches if it does not need combine_leaves_kernel().
@@ -58,7 +69,11 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ OpState op;
     __shared__ PlanView plan;
     __shared__ Stride expert, source;
-    read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
+    RowShape shape = row_shape<STREAM_V>(job.row_bytes, job.aligned);
+    if (threadIdx.x == SETTER) set_strides(job, expert, source, shape.pieces);
+    if (!read_plan_and_begin(plan, op, job.plan, job.plan_bytes, job.self, job.num_tokens,
+                             job.num_rows))
+        return;
     const device_plan_header &h = plan.header;
     const bool moves = plan.is_valid && h.result == EPIC_OK;
     const bool tree = h.sum_order == EPIC_TREE;
@@ -68,13 +83,12 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const bool adds_by_host = moves && can_add_by_host(job.self, h);
     const bool streams = !MANY_RANKS && !adds_by_host && !leaves && !has_f32_partials &&
                          !deep && job.aligned && h.top_k <= WARP;
-    const RowShape shape = streams ? row_shape<STREAM_V>(job.row_bytes, job.aligned)
-                                   : row_shape<1>(job.row_bytes, job.aligned);
-    if (threadIdx.x == 0) {
-        expert.set_strides(gridDim.x * WARPS, max(job.self.num_ranks - 1, 1), shape.pieces);
-        source.set_strides(gridDim.x * WARPS, 1, shape.pieces);
+    if (!streams) {
+        shape = row_shape<1>(job.row_bytes, job.aligned);
+        if (threadIdx.x == SETTER) set_strides(job, expert, source, shape.pieces);
+        __syncthreads();
     }
-    if (!begin_operation(op, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
+    const bool is_single = moves && streams && start_single_round(op, plan, shape);
     uint4 *stack =
         (uint4 *)memory + threadIdx.x / WARP * LEAF_LEVELS * (has_f32_partials ? 2 : 1) * WARP;
     CombineState c = {job,   op,    plan,          expert, source,
@@ -93,9 +107,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
         ok = combine_plain<ROW, ROW, true>(c, op);
     else if (moves)
         ok = combine_plain<ROW, ROW, false>(c, op);
-    if (finish_operation(op) && ok &&
-        !(moves && check_rows(job.self, op, &h, threadIdx.x == 0)))
-        clear_outputs(c);
+    if (end_rounds(op, h, is_single, moves, ok)) clear_outputs(c);
 }
 
 /* Stores the first slot of each leaf (block of experts) of this rank in `to`. Called by all
@@ -120,23 +132,21 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ PlanView plan;
     __shared__ Stride expert, source;
     __shared__ LeafSlots leaf_slots;
-    read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
+    const RowShape shape = row_shape<STREAM_V>(job.row_bytes, true);
+    if (threadIdx.x == SETTER) set_strides(job, expert, source, shape.pieces);
+    if (!read_plan_and_begin(plan, op, job.plan, job.plan_bytes, job.self, job.num_tokens,
+                             job.num_rows))
+        return;
     const device_plan_header &h = plan.header;
     const bool moves = plan.is_valid && h.result == EPIC_OK;
-    const RowShape shape = row_shape<STREAM_V>(job.row_bytes, true);
+    const bool is_single = moves && start_single_round(op, plan, shape);
     if (moves) find_leaf_slots(leaf_slots, plan, job.leaves);
-    if (threadIdx.x == 0) {
-        expert.set_strides(gridDim.x * WARPS, max(job.self.num_ranks - 1, 1), shape.pieces);
-        source.set_strides(gridDim.x * WARPS, 1, shape.pieces);
-    }
-    if (!begin_operation(op, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
+    __syncthreads();
     CombineState c = {job,  op,    plan,          expert, source,
                       NULL, shape, policy_once(), 0,      (int)h.top_k};
     bool ok = true;
     if (moves) ok = combine_stream<ROW, EXACT, true, true>(c, op, memory, &leaf_slots);
-    if (finish_operation(op) && ok &&
-        !(moves && check_rows(job.self, op, &h, threadIdx.x == 0)))
-        clear_outputs(c);
+    if (end_rounds(op, h, is_single, moves, ok)) clear_outputs(c);
 }
 
 typedef void (*Kernel)(p2p_combine_job);

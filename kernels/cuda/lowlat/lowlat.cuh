@@ -288,40 +288,6 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
     if (lane_id() == 0) complete_operation(control, op);
 }
 
-/* Returns whether every rank's receive buffer has at least as many rows as the plan has slots
- * on that rank. Also returns true if the group has failed, because other waits of the caller
- * report the failure. Called by the control warp. */
-__device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpState &op,
-                                              const device_plan_header &h)
-{
-    int32_t rows = 0;
-    const int q = lane_id(), num_ranks = self.num_ranks;
-    return !read_announcement(self, op, P2P_ANNOUNCED_ROWS, rows) ||
-           __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
-}
-
-/* Called by all threads of `ctas` CTAs, after their last store. Returns true only in the CTA
- * that calls it last. This CTA may then overwrite what the other CTAs have stored. */
-static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
-{
-    if (threadIdx.x == 0) {
-        __threadfence();
-        op.last = atomicAdd(&control_of(op)->ended, 1u) == (uint32_t)ctas - 1;
-        if (op.last) control_of(op)->ended = 0;
-    }
-    __syncthreads();
-    return op.last != 0;
-}
-
-/* Called by all threads of all CTAs if the receive buffer of a rank has too few rows. Returns
- * true only in the CTA that calls it last. This CTA also reports that rank to the host. */
-static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
-{
-    if (is_last_cta_to_end(op, (int)gridDim.x))
-        (void)check_rows(*op.self, op, &h, threadIdx.x == 0);
-    return op.last != 0;
-}
-
 /* If a wait in this CTA was aborted, reports the cause to the host. Called by all threads at
  * the end of the kernel. */
 __device__ __forceinline__ void end_lowlat(OpState &op)

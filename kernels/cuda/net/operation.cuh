@@ -137,42 +137,54 @@ __device__ __forceinline__ uint64_t read_net_broken(const p2p_self &self)
     return load_relaxed((const uint64_t *)(net_inbox(self) + self.at.broken));
 }
 
-/* Begins an operation: sets all fields of `op`. The last CTA also announces the operation to
- * all ranks. Called by all threads of all CTAs. `mark`: a value that must be equal on all
- * ranks, such as the id of a plan. It becomes a part of the signature. `tokens`, `capacity`,
- * `rows`: the sizes to announce (OpState). Returns false if the group has failed, or if this
- * launch only loads the kernel (EPIC_OP_NONE). */
-static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32_t mark,
-                                       int32_t tokens, int32_t capacity, int32_t rows)
+/* Sets the fields of `op`, except the signature. Called by one warp. `tokens`, `capacity`,
+ * `rows`: the sizes to announce (OpState). Returns false if the group has failed. */
+__device__ __forceinline__ bool open_operation(OpState &op, const p2p_self &self,
+                                               int32_t tokens, int32_t capacity, int32_t rows)
 {
-    if (self.operation == EPIC_OP_NONE) return false;
-    uint64_t broken = read_broken(self);
     bool is_intact = true;
-    /* only one thread of the grid reads the net inbox, because reads of host memory are slow */
-    if (HOSTS && !broken && blockIdx.x == 0 && threadIdx.x == 0) broken = read_net_broken(self);
-    if (threadIdx.x == 0) {
+    if (lane_id() == 0) {
+        uint64_t broken = read_broken(self);
+        const uint64_t members = read_members(self);
+        const uint32_t overlaps = mark_running(self);
+        const uint32_t ended = load_relaxed(&control_of(self)->epoch);
+        /* only one thread of the grid reads the net inbox, because reads of host memory are
+         * slow */
+        if (HOSTS && !broken && blockIdx.x == 0) broken = read_net_broken(self);
         op.tokens = tokens;
         op.capacity = capacity;
         op.rows = rows;
         op.self = &self;
         op.heap = self.heap[self.rank];
-        const uint64_t members = read_members(self);
-        const uint32_t overlaps = mark_running(self);
-        const uint32_t ended = load_relaxed(&control_of(self)->epoch);
         op.overlaps = overlaps;
         op.epoch = epoch_after(ended);
-        op.signature = self.signature ^ (mark & 0x0fffffffu);
         op.deadline = timer_ns() + self.timeout_ns;
         op.last = op.aborted_wait = 0;
         is_intact = set_members(op, members, broken);
         find_host_inbox(self, op);
     }
+    __syncwarp();
+    for (int q = lane_id(); q < self.num_ranks; q += WARP) find_boxes(self, op, q);
+    return is_intact;
+}
+
+/* Returns the part of the signature of this operation (OpState) that is known on the device.
+ * `mark`: a value that must be equal on all ranks, such as the id of a plan. */
+__device__ __forceinline__ uint32_t signature_with(const p2p_self &self, uint32_t mark)
+{
+    return self.signature ^ (mark & 0x0fffffffu);
+}
+
+/* Announces the operation after open_operation(). Called by all threads of all CTAs. is_intact:
+ * the result of open_operation() in the threads that have called it, and true in the others.
+ * Returns false if the group has failed. */
+__device__ __forceinline__ bool start_operation(OpState &op, const p2p_self &self,
+                                                bool is_intact)
+{
     if (!__syncthreads_and(is_intact)) {
         if (threadIdx.x == 0) report_aborted_wait(op);
         return false;
     }
-    if (threadIdx.x < self.num_ranks) find_boxes(self, op, threadIdx.x);
-    __syncthreads();
     if (HOSTS && !wait_outbox(op)) return false;
     /* The first warp of the last CTA announces the operation, because no other warp waits for
      * this warp, and its CTA does not take part in making a plan. */
@@ -183,6 +195,19 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     }
     if (relays_words(self) && is_last_cta() && threadIdx.x < WARP) relay_announcements(op);
     return true;
+}
+
+/* Begins an operation: sets all fields of `op`. The last CTA also announces the operation to
+ * all ranks. Called by all threads of all CTAs. `mark`: as in signature_with(). `tokens`,
+ * `capacity`, `rows`: the sizes to announce (OpState). Returns false if the group has failed,
+ * or if this launch only loads the kernel (EPIC_OP_NONE). */
+static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32_t mark,
+                                       int32_t tokens, int32_t capacity, int32_t rows)
+{
+    if (self.operation == EPIC_OP_NONE) return false;
+    if (threadIdx.x == 0) op.signature = signature_with(self, mark);
+    return start_operation(
+        op, self, threadIdx.x >= WARP || open_operation(op, self, tokens, capacity, rows));
 }
 
 /* Like wait_announcements_unfenced() below, but only for the ranks `first` to first + 31. */

@@ -233,6 +233,25 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
     __syncthreads();
 }
 
+/* Like read_plan() and then begin_operation(), but the words of both are loaded at the same
+ * time. The id of the plan becomes a part of the signature. */
+static __device__ bool read_plan_and_begin(PlanView &view, OpState &op, const uint8_t *plan,
+                                           int64_t plan_bytes, const p2p_self &self,
+                                           int32_t num_tokens, int32_t num_rows)
+{
+    bool is_intact = true;
+    if (self.operation == EPIC_OP_NONE) return false;
+    if (threadIdx.x < WARP) {
+        LoadedHeader header;
+        load_header(header, plan, plan_bytes, self);
+        view_plan(view, header, plan, plan_bytes, self, num_tokens);
+        if (lane_id() == 0) op.signature = signature_with(self, (uint32_t)view.header.id);
+    } else if (threadIdx.x < 2 * WARP) {
+        is_intact = open_operation(op, self, num_tokens, 0, num_rows);
+    }
+    return start_operation(op, self, is_intact);
+}
+
 /* Waits until all ranks have announced how many rows their receive buffers have. Returns true
  * if each rank's buffer has at least as many rows as the plan has slots on that rank. If a
  * buffer has too few rows and `reports` is true, reports the first such rank to the host. Also
@@ -264,6 +283,45 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
         return false;
     }
     return true;
+}
+
+/* Returns whether every rank's receive buffer has at least as many rows as the plan has slots
+ * on that rank. Also returns true if the group has failed, because other waits of the caller
+ * report the failure. Called by one warp. */
+__device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpState &op,
+                                              const device_plan_header &h)
+{
+    bool enough = true;
+    for_each_group(self, [&](int first) {
+        const int q = first + lane_id();
+        int32_t rows = 0;
+        enough =
+            enough && (!read_group_announcement(self, op, first, P2P_ANNOUNCED_ROWS, rows) ||
+                       __all_sync(ALL_LANES, q >= self.num_ranks || h.slots_of[q] <= rows));
+    });
+    return enough;
+}
+
+/* Called by all threads of `ctas` CTAs, after their last store. Returns true only in the CTA
+ * that calls it last. This CTA may then overwrite what the other CTAs have stored. */
+static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
+{
+    if (threadIdx.x == 0) {
+        __threadfence();
+        op.last = atomicAdd(&control_of(op)->ended, 1u) == (uint32_t)ctas - 1;
+        if (op.last) control_of(op)->ended = 0;
+    }
+    __syncthreads();
+    return op.last != 0;
+}
+
+/* Called by all threads of all CTAs if the receive buffer of a rank has too few rows. Returns
+ * true only in the CTA that calls it last. This CTA also reports that rank to the host. */
+static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
+{
+    if (is_last_cta_to_end(op, (int)gridDim.x))
+        (void)check_rows(*op.self, op, &h, threadIdx.x == 0);
+    return op.last != 0;
 }
 
 /* ------------------------------------------------------------------- receiving records ---- */
