@@ -16,7 +16,7 @@
 #define RANK 3
 #define SECOND_US 1000000
 
-/* The page of the child, and what the parent tells the child to do. */
+/* The page of the child, and the orders that the parent gives to the child. */
 typedef struct shared {
     _Atomic int fd; /* alive.fd of the child */
     _Atomic int is_registered;

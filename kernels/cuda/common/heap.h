@@ -54,7 +54,13 @@
 #define P2P_LOWLAT_OTHER_TOKENS 512
 /* calls of dispatch that quantize rows use this maximum in place of P2P_LOWLAT_TOKENS */
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192
-#define P2P_LOWLAT_COMBINE_TOKENS 96 /* combine uses this in place of P2P_LOWLAT_TOKENS */
+/* Combine uses its low-latency kernel for this many tokens, and for more tokens if each SM then
+ * has at most P2P_LOWLAT_COMBINE_UNITS units of work (p2p/combine.c). A unit is
+ * P2P_LOWLAT_UNIT_BYTES of a row of this rank or of a peer. The values are measured
+ * (docs/lab/cuda.md). */
+#define P2P_LOWLAT_COMBINE_TOKENS 96
+#define P2P_LOWLAT_COMBINE_UNITS 112
+#define P2P_LOWLAT_UNIT_BYTES 512
 /* The next values limit the plans that low-latency kernels can make (lowlat/plan.cuh). There
  * are limits because these kernels keep the plan in shared memory. */
 /* A lane handles this many expert ids of one token at a time. The number of ids of a token is

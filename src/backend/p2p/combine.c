@@ -57,6 +57,18 @@ static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
     return EPIC_OK;
 }
 
+/* Returns the maximum number of tokens of this rank for which the low-latency kernel is used on
+ * num_sms SMs. A token of any rank has one unit of work per P2P_LOWLAT_UNIT_BYTES of its
+ * row. */
+static int32_t max_lowlat_tokens(const epic_group *g, int64_t row_bytes, int num_sms)
+{
+    const int64_t pieces = (row_bytes + P2P_LOWLAT_UNIT_BYTES - 1) / P2P_LOWLAT_UNIT_BYTES;
+    const int64_t units_per_token = pieces > 0 ? pieces * g->num_ranks : 1;
+    const int64_t tokens = (int64_t)num_sms * P2P_LOWLAT_COMBINE_UNITS / units_per_token;
+    if (tokens <= P2P_LOWLAT_COMBINE_TOKENS) return P2P_LOWLAT_COMBINE_TOKENS;
+    return tokens < P2P_LOWLAT_TOKENS ? (int32_t)tokens : P2P_LOWLAT_TOKENS;
+}
+
 static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
                                   const epic_layer *layer, const epic_call *call,
                                   epic_const_rows rows, epic_rows out, signature a,
@@ -82,7 +94,9 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
     p2p_expect_layer(&job->self, layer);
     const bool is_lowlat =
         !HOSTS && !MANY_RANKS && !p2p_needs_general_combine(g, layer) &&
-        p2p_fits_lowlat(g, layer, job->num_tokens, P2P_LOWLAT_COMBINE_TOKENS, job->row_bytes);
+        p2p_fits_lowlat(g, layer, job->num_tokens,
+                        max_lowlat_tokens(g, job->row_bytes, p2p_sms_of(g, call)),
+                        job->row_bytes);
     /* Do not use windows if the rows fit into the staging memory at once, because staging is
      * then faster (docs/lab/cuda.md). */
     if (WITH_WINDOWS && job->aligned && job->row_bytes && layer->top_k == 1 &&
