@@ -153,16 +153,25 @@ static void make_proposal(members *m)
     }
 }
 
-/* Sends the proposal when each seat has promised, is dead or was given up on, or when the
- * patience has passed. */
-static void finish_gathering(members *m, int64_t now)
+/* Returns whether the leader need not wait for more promises: each seat has promised, is dead
+ * or was given up on. Seats that were given up on do not count if the others are no quorum,
+ * because several seats may give up on the same leader at the same time, and then also on each
+ * other. */
+static bool has_gathered(const members *m, int64_t now)
 {
-    seat_set known = m->came;
+    seat_set known = m->came, heard;
     seat_set_unite(&known, &m->dead);
+    heard = known;
     for (int s = 0; s < m->seat; s++)
         if (is_given_up(m, s, now)) seat_set_add(&known, s);
-    const bool all = seat_set_contains(&known, &m->current);
-    if (!all && now < m->phase_ns + m->call.patience_ns) return;
+    if (!seat_set_contains(&known, &m->current)) return false;
+    return seat_set_contains(&heard, &m->current) || is_quorum(m, &m->came, &m->came);
+}
+
+/* Sends the proposal when has_gathered() is true, or when the patience has passed. */
+static void finish_gathering(members *m, int64_t now)
+{
+    if (!has_gathered(m, now) && now < m->phase_ns + m->call.patience_ns) return;
     m->is_adopted = m->best.round != 0;
     if (!m->is_adopted) make_proposal(m);
     const seat_set *next = &m->proposal.members;

@@ -116,6 +116,37 @@ static void stopped_is_evicted(void)
     }
 }
 
+static void deliver_all(sim *s)
+{
+    for (bool again = true; again;) {
+        again = false;
+        for (int r = 0; r < s->num_seats; r++)
+            for (int q = 0; q < s->num_seats; q++) again |= sim_deliver(s, q, r);
+    }
+}
+
+/* The leader is stopped, and all other seats give up on it, and on each other, before any
+ * message of a new leader arrives. The call still succeeds. */
+static void all_give_up_at_once(void)
+{
+    for (int num_seats = 3; num_seats <= SIM_SEATS; num_seats++) {
+        sim *s = sim_new(num_seats);
+        s->seats[0].is_stopped = true;
+        begin_all(s);
+        deliver_all(s);
+        for (int i = 0; i < 4 * 16; i++) {
+            s->now += SIM_PATIENCE / 16;
+            for (int r = num_seats - 1; r > 0; r--) {
+                if (sim_is_in_call(s, r)) members_tick(&s->seats[r].machine, s->now);
+                sim_answer(s, r);
+            }
+            deliver_all(s);
+        }
+        for (int r = 1; r < num_seats; r++) expect_entered(s, r, (1u << num_seats) - 2);
+        free(s);
+    }
+}
+
 /* The leader dies after it has sent the decision to seat 1 alone, and seat 1 is stopped. The
  * others must decide the same, and may evict both in the generation after. */
 static void accepted_is_kept(void)
@@ -360,6 +391,7 @@ int main(void)
     leaver_dies_amid_commits();
     leader_dies_amid_commits();
     stopped_is_evicted();
+    all_give_up_at_once();
     accepted_is_kept();
     promises_do_not_decide();
     half_is_no_quorum();
