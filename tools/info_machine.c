@@ -92,13 +92,15 @@ static void print_plugin(FILE *to, const char *label, const char *library, const
     }
 }
 
-/* Prints the environment variables that the backend "hosts" reads, with their values in this
- * process. */
+/* Prints the environment variables that the backends "p2p" and "hosts" read, with their values
+ * in this process. */
 static void print_variables(FILE *to)
 {
     static const char *const variables[][2] = {
         {"EPIC_HOST",
          "name of this host, %r stands for the rank; default: boot ID and PID namespace"},
+        {"EPIC_HEAP",
+         "ipc, descriptor, fabric: how processes map the heaps of p2p and hosts; default: ipc"},
         {"EPIC_NET", "net of backend hosts; default: ucx"},
         {"EPIC_NET_RDMA", "0: messages, 1: remote writes; default: by network"},
         {"EPIC_NET_MEMORY",

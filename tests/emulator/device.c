@@ -224,15 +224,16 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
 
 cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer)
 {
+    if (device < 0 || device >= num_devices() || peer < 0 || peer >= num_devices())
+        return cudaErrorInvalidDevice;
     *can = device != peer;
     return cudaSuccess;
 }
 
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags)
 {
-    (void)peer;
     (void)flags;
-    return cudaSuccess;
+    return peer < 0 || peer >= num_devices() ? cudaErrorInvalidDevice : cudaSuccess;
 }
 
 cudaError_t cudaDeviceSynchronize(void)

@@ -17,6 +17,20 @@ REGROUP=false # true: groups of GPUs can go on without a rank
 ! grep -qs '^EPIC_GPU_REGROUP:BOOL=ON' build/CMakeCache.txt || REGROUP=true
 run() { timeout ${LIMIT:-120} "$OUT/$@" || failed=1; }
 
+# Runs tests with heaps that are memory of cuMemCreate(). usage: heaps RANKS GPUS
+heaps() {
+    export EPIC_HEAP=descriptor
+    for how in threads processes; do
+        run gpu_check "$1" "$2" $how 10 $((SEED + 9600))
+        run gpu_check "$1" "$2" $how 10 $((SEED + 9700)) lowlat
+        run gpu_check "$1" "$2" $how 10 $((SEED + 9800)) tight windows
+        run gpu_storm "$1" "$2" $how 200 "$SEED"
+    done
+    run api_deaths 3 "$2" 3
+    ! $REGROUP || run api_regroup 4 "$2" 2
+    unset EPIC_HEAP
+}
+
 # Runs compute-sanitizer on small cases. It finds memory errors, leaks, races, and wrong barriers in
 # a CTA.
 sanitize() {
@@ -79,6 +93,7 @@ run gpu_check_many_ranks 34 1 17 1 $((SEED + 34000)) small # two processes of 17
 EPIC_TEST_SCALE=0.1 LIMIT=300 run conformance_p2p 16
 run gpu_check 4 1 threads "$CASES" $((SEED + 9000)) tight
 run gpu_check 2 1 processes 10 $((SEED + 9500))
+heaps 2 1
 run gpu_storm 4 1 threads "$STORM" "$SEED"
 run gpu_graph 4 1 threads 200
 run gpu_graph_many 4 1 threads 200
@@ -104,6 +119,7 @@ if [ "$GPUS" -gt 1 ]; then
         run gpu_check $ranks "$GPUS" processes "$CASES" $((SEED + ranks * 1000 + 5950)) tight windows
     done
     run gpu_check "$GPUS" "$GPUS" threads "$CASES" $((SEED + 10000))
+    heaps "$GPUS" "$GPUS"
     run gpu_storm "$GPUS" "$GPUS" processes "$STORM" $((SEED + 20))
     run gpu_graph "$GPUS" "$GPUS" processes 2000
     run gpu_faults "$GPUS" "$GPUS" processes 12

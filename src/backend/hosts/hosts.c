@@ -28,8 +28,8 @@
 typedef struct peer_info {
     uint32_t result; /* EPIC_OK, or the first error of this rank */
     p2p_gpu gpu;
-    cudaIpcMemHandle_t handle; /* IPC handle of the heap, for ranks of this host */
-    uint32_t relays;           /* value of EPIC_NET_RELAY on this rank */
+    p2p_heap_handle heap_handle; /* handle of the heap, for ranks of this host */
+    uint32_t relays;             /* value of EPIC_NET_RELAY on this rank */
     /* value of EPIC_NET_MEMORY on this rank (a hosts_memory) */
     uint32_t requested_memory;
     uint32_t on_gpu; /* 1: this rank's inbox and outbox are in GPU memory */
@@ -109,7 +109,7 @@ static int64_t partial_sums_bytes(const p2p_heap *at, int64_t num_ranks)
 }
 
 /* Allocates the heap. Sets self.net->host_ranks, the bit mask of the ranks on this host, and
- * writes the heap's IPC handle to mine->handle. */
+ * writes the heap's handle to mine->heap_handle. */
 static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
 {
     p2p_heap *at = &g->self.at;
@@ -124,12 +124,12 @@ static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
     for (int q = 0; q < g->num_ranks; q++)
         if (p2p_same(g->peers[q].host, g->peers[g->rank].host))
             g->self.net->host_ranks[q / 32] |= 1u << q % 32;
-    TRY(alloc_gpu(&h->heap, at->parts + parts));
+    TRY(p2p_heap_allocate(g, at->parts + parts, &h->heap));
     TRY(p2p_cuda(cudaMemsetAsync(h->heap + at->parts, 0xff, (size_t)parts, g->side),
                  "clearing the heap"));
     TRY(p2p_heap_clear(g, h->heap));
     g->self.heap[g->rank] = h->heap;
-    return p2p_heap_export(g, h->heap, &mine->handle);
+    return p2p_heap_export(g, h->heap, &mine->heap_handle);
 }
 
 /* Returns the allocation size in bytes of an inbox or outbox. In GPU memory it may be larger
@@ -454,10 +454,13 @@ static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
 static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *infos)
 {
     p2p_gpu gpus[DEVICE_MAX_RANKS];
-    for (int q = 0; q < g->num_ranks; q++) gpus[q] = infos[q].gpu;
+    p2p_heap_handle heaps[DEVICE_MAX_RANKS];
+    for (int q = 0; q < g->num_ranks; q++) {
+        gpus[q] = infos[q].gpu;
+        heaps[q] = infos[q].heap_handle;
+    }
+    TRY(p2p_heap_connect(g, heaps));
     TRY(p2p_budget_share(g, gpus));
-    for (int q = 0; q < g->num_ranks; q++)
-        if (q != g->rank && is_near(g, q)) TRY(p2p_heap_connect(g, q, &infos[q].handle));
     g->self.net->ranks_per_host = ranks_per_host(g, infos);
     if (num_near_ranks(g) < g->num_ranks) g->self.net->window_tokens = h->env.window;
     TRY(connect_liveness(g, h, infos));
@@ -472,7 +475,7 @@ static void free_group(epic_group *g)
         close_net(h);
         net_liveness_close(h->liveness);
         p2p_heap_disconnect(g);
-        if (h->heap) (void)cudaFree(h->heap);
+        p2p_heap_free(g, h->heap);
         free_boxes(h);
         if (h->host_ring.entries) (void)cudaFreeHost(h->host_ring.entries);
         free(h);

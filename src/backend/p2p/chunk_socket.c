@@ -82,8 +82,8 @@ epic_result p2p_chunk_send(int socket, int to, const char name[8],
         return EPIC_OK;
     return epic_fail(
         EPIC_ENOTSUP,
-        "data is memory of cuMemCreate, whose descriptors cannot be sent to rank %d "
-        "(%s): all ranks must be in one network namespace",
+        "the descriptors of memory of cuMemCreate cannot be sent to rank %d (%s): all ranks "
+        "must be in one network namespace",
         to, strerror(errno));
 }
 
@@ -141,15 +141,14 @@ epic_result p2p_chunk_receive(int socket, p2p_chunk_header *header, p2p_exported
         return EPIC_OK;
     }
     if (got < 0)
-        return epic_fail(EPIC_EDEVICE, "receiving descriptors of a window: %s",
-                         strerror(errno));
+        return epic_fail(EPIC_EDEVICE, "receiving descriptors of memory: %s", strerror(errno));
     chunks->num_descriptors = 0;
     read_control(&message, chunks, pid);
     if (message.msg_flags & MSG_CTRUNC) {
         p2p_chunks_close(chunks);
         return epic_fail(EPIC_ENOTSUP,
-                         "this process has too many open files to receive the descriptors of a "
-                         "window: raise the limit (ulimit -n)");
+                         "this process has too many open files to receive descriptors of "
+                         "memory: raise the limit (ulimit -n)");
     }
     if (got >= (ssize_t)sizeof *header &&
         is_valid(chunks, (size_t)got - sizeof *header, chunks->num_descriptors))

@@ -17,6 +17,8 @@ static struct {
     __typeof__(&cuGetErrorString) get_error_string;
     __typeof__(&cuPointerGetAttribute) get_attribute;
     __typeof__(&cuMemGetAddressRange) get_address_range;
+    __typeof__(&cuMemGetAllocationGranularity) get_granularity;
+    __typeof__(&cuMemCreate) create;
     __typeof__(&cuMemRetainAllocationHandle) retain;
     __typeof__(&cuMemRelease) release;
     __typeof__(&cuMemGetAllocationPropertiesFromHandle) get_properties;
@@ -35,6 +37,8 @@ static const struct {
 } functions[] = {{"cuGetErrorString", &driver.get_error_string},
                  {"cuPointerGetAttribute", &driver.get_attribute},
                  {"cuMemGetAddressRange_v2", &driver.get_address_range},
+                 {"cuMemGetAllocationGranularity", &driver.get_granularity},
+                 {"cuMemCreate", &driver.create},
                  {"cuMemRetainAllocationHandle", &driver.retain},
                  {"cuMemRelease", &driver.release},
                  {"cuMemGetAllocationPropertiesFromHandle", &driver.get_properties},
@@ -67,9 +71,11 @@ static epic_result need_driver(void)
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, find_functions);
     if (!missing) return EPIC_OK;
-    return epic_fail(EPIC_ENOTSUP,
-                     "CUDA's driver has no function %s, which windows need: update the driver",
-                     missing);
+    return epic_fail(
+        EPIC_ENOTSUP,
+        "CUDA's driver has no function %s, which windows and EPIC_HEAP need: update the "
+        "driver",
+        missing);
 }
 
 static const char *text_of(CUresult error)
@@ -145,6 +151,44 @@ void p2p_chunks_release(p2p_chunks *chunks)
 {
     for (int i = 0; i < chunks->num; i++) (void)driver.release(chunks->handles[i]);
     chunks->num = 0;
+}
+
+/* Returns the error of cuMemCreate(). */
+static epic_result fail_create(CUresult error, size_t bytes, int device,
+                               CUmemAllocationHandleType type)
+{
+    const bool is_fabric = type == CU_MEM_HANDLE_TYPE_FABRIC;
+    if (error == CUDA_ERROR_OUT_OF_MEMORY)
+        return epic_fail(EPIC_ENOMEM, "allocating %zu bytes on device %d: CUDA reports \"%s\"",
+                         bytes, device, text_of(error));
+    return epic_fail(EPIC_ENOTSUP, "device %d: CUDA cannot allocate memory with a %s (%s)%s",
+                     device, is_fabric ? "fabric handle" : "file descriptor", text_of(error),
+                     is_fabric
+                         ? ": the GPU and its driver must support fabric handles, and the "
+                           "process must be able to open an IMEX channel "
+                           "(/dev/nvidia-caps-imex-channels/channel0)"
+                         : "");
+}
+
+epic_result p2p_chunks_create(int64_t bytes, int device, CUmemAllocationHandleType type,
+                              p2p_chunks *out)
+{
+    const CUmemAllocationProp properties = {
+        .type = CU_MEM_ALLOCATION_TYPE_PINNED,
+        .requestedHandleTypes = type,
+        .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}};
+    size_t granule = 0, whole = (size_t)bytes;
+    out->num = 0;
+    TRY(need_driver());
+    CUresult error =
+        driver.get_granularity(&granule, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+    if (error == CUDA_SUCCESS) {
+        whole = ((size_t)bytes + granule - 1) / granule * granule;
+        error = driver.create(&out->handles[0], whole, &properties, 0);
+    }
+    if (error != CUDA_SUCCESS) return fail_create(error, whole, device, type);
+    out->bytes[out->num++] = (int64_t)whole;
+    return EPIC_OK;
 }
 
 /* Returns whether the device of the current context can read and write the memory. */
@@ -243,7 +287,7 @@ epic_result p2p_chunks_export(const p2p_chunks *chunks, const uint8_t *data,
                 (const void *)data);
         const CUresult error = export_chunk(chunks->handles[i], type, i, out);
         if (error != CUDA_SUCCESS)
-            return epic_fail(EPIC_ENOTSUP, "data is %p: CUDA cannot export its memory (%s)",
+            return epic_fail(EPIC_ENOTSUP, "CUDA cannot export the memory at %p (%s)",
                              (const void *)data, text_of(error));
     }
     return EPIC_OK;
@@ -274,22 +318,37 @@ epic_result p2p_chunks_import(const p2p_exported_chunks *exported, p2p_chunks *o
     return EPIC_OK;
 }
 
+/* Lets a device read and write mapped chunks. */
+static CUresult allow_device(CUdeviceptr at, size_t bytes, int device)
+{
+    const CUmemAccessDesc access = {
+        .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device},
+        .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    return driver.set_access(at, bytes, &access, 1);
+}
+
+epic_result p2p_chunks_allow(const void *at, size_t bytes, int device)
+{
+    TRY(need_driver());
+    const CUresult error = allow_device((CUdeviceptr)(uintptr_t)at, bytes, device);
+    if (error == CUDA_SUCCESS) return EPIC_OK;
+    return epic_fail(EPIC_ENOTSUP, "device %d cannot access the memory at %p (%s)", device, at,
+                     text_of(error));
+}
+
 /* Maps the chunks at the reserved addresses of `out`. Sets *mapped to the number of bytes that
  * it has mapped, even if it returns an error. */
 static CUresult map_chunks(const p2p_chunks *chunks, int device, const p2p_mapping *out,
                            size_t *mapped)
 {
     const CUdeviceptr at = (CUdeviceptr)(uintptr_t)out->at;
-    const CUmemAccessDesc access = {
-        .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device},
-        .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
     for (int i = 0; i < chunks->num; i++) {
         const size_t bytes = (size_t)chunks->bytes[i];
         const CUresult error = driver.map(at + *mapped, bytes, 0, chunks->handles[i], 0);
         if (error != CUDA_SUCCESS) return error;
         *mapped += bytes;
     }
-    return driver.set_access(at, out->bytes, &access, 1);
+    return allow_device(at, out->bytes, device);
 }
 
 epic_result p2p_chunks_map(const p2p_chunks *chunks, int device, p2p_mapping *out)

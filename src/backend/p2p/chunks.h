@@ -43,13 +43,6 @@ typedef struct p2p_exported_chunks {
     } chunks[P2P_MAX_CHUNKS];
 } p2p_exported_chunks;
 
-/* Memory of another rank that is mapped in this process. */
-typedef struct p2p_mapping {
-    void *at; /* NULL: nothing is mapped */
-    /* size of the mapped chunks; 0: cudaIpcOpenMemHandle() has mapped the memory */
-    size_t bytes;
-} p2p_mapping;
-
 /* Sets *base and *size to the address and size of the allocation or chunk that contains `at`.
  * Returns EPIC_ENOTSUP if `at` is not in memory of the current device. */
 epic_result p2p_find_range(const void *at, uint8_t **base, int64_t *size);
@@ -62,6 +55,14 @@ bool p2p_is_of_pool(const void *at);
 epic_result p2p_chunks_find(const uint8_t *data, int64_t bytes, p2p_chunks *out,
                             int64_t *offset);
 void p2p_chunks_release(p2p_chunks *chunks);
+
+/* Allocates at least `bytes` bytes of the device `device` as one chunk, which can be exported
+ * as `type`. The caller releases the chunk with p2p_chunks_release(). Errors: EPIC_ENOMEM;
+ * EPIC_ENOTSUP if CUDA cannot export memory of this device as `type`. */
+epic_result p2p_chunks_create(int64_t bytes, int device, CUmemAllocationHandleType type,
+                              p2p_chunks *out);
+/* Makes mapped chunks of this process accessible to another device. Errors: EPIC_ENOTSUP. */
+epic_result p2p_chunks_allow(const void *at, size_t bytes, int device);
 /* Sets *device to the device of the chunk that contains `at`. This works even if the current
  * device cannot access this memory. Errors: EPIC_EDEVICE. */
 epic_result p2p_chunk_device(const void *at, int *device);
@@ -71,8 +72,8 @@ epic_result p2p_chunk_device(const void *at, int *device);
 epic_result p2p_chunks_check(const p2p_chunks *chunks, const uint8_t *data, int64_t offset,
                              int device);
 
-/* Exports chunks for other processes. `data` is the address of the window, which error texts
- * contain. The caller must close the descriptors with p2p_chunks_close(). Errors: EPIC_ENOTSUP
+/* Exports chunks for other processes. `data` is the address of the window or heap, which error
+ * texts contain. The caller must close the descriptors with p2p_chunks_close(). Errors: EPIC_ENOTSUP
  * if cuMemCreate() was called without a handle type that can be exported. */
 epic_result p2p_chunks_export(const p2p_chunks *chunks, const uint8_t *data,
                               p2p_exported_chunks *out);

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Makes the heap of each rank accessible to the other ranks of its host. Ranks of different
- * processes send CUDA IPC handles through the bootstrap. Ranks of one process look up each
- * other's addresses in a global list. They do not send addresses through the bootstrap, because
- * another program that can connect to the bootstrap could send a false address. */
+/* Makes the heap of each rank accessible to the ranks near it. Ranks of different processes
+ * send handles of their heaps through the bootstrap (heap_memory.h). Ranks of one process look
+ * up each other's addresses in a global list. They do not send addresses through the bootstrap,
+ * because another program that can connect to the bootstrap could send a false address. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "backend/p2p/p2p.h"
+#include "backend/p2p/heap_exchange.h"
 #include "base/error.h"
 
 /* An entry of the list of all heaps in this process. */
@@ -66,16 +66,15 @@ static epic_result export_here(const epic_group *group, uint8_t *heap)
                      group->rank);
 }
 
-epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle)
+epic_result p2p_heap_export(epic_group *g, uint8_t *heap, p2p_heap_handle *handle)
 {
-    const epic_peer *me = &group->peers[group->rank];
     bool others = false;
-    TRY(export_here(group, heap));
-    for (int q = 0; q < group->num_ranks; q++)
-        others |= p2p_same(group->peers[q].host, me->host) &&
-                  !p2p_same(group->peers[q].process, me->process);
-    if (!others) return EPIC_OK;
-    return p2p_cuda(cudaIpcGetMemHandle(handle, heap), "an IPC handle of the heap");
+    TRY(export_here(g, heap));
+    handle->kind = (uint32_t)g->heap_kind;
+    handle->bytes = g->heap_memory ? (int64_t)g->heap_memory->mapping.bytes : 0;
+    for (int q = 0; q < g->num_ranks; q++)
+        others |= p2p_is_near(g, q) && p2p_is_elsewhere(g, q);
+    return others ? p2p_heap_describe(g, heap, handle) : EPIC_OK;
 }
 
 static void withdraw_here(const epic_group *group)
@@ -100,12 +99,23 @@ uint8_t *p2p_heap_find(uint64_t group_id, int rank)
     return heap;
 }
 
-/* Sets g->self.heap[peer] to the heap of a rank of this process. If that heap is on another
- * device, enables access to that device from this rank's device. */
-static epic_result connect_local_heap(epic_group *g, int peer)
+/* Sets *device to the device of a heap of this process. `bytes` is 0 if the heap is memory of
+ * cudaMalloc(). */
+static epic_result find_device(const uint8_t *heap, size_t bytes, int *device)
 {
     struct cudaPointerAttributes attributes;
-    int can = 0;
+    if (bytes) return p2p_chunk_device(heap, device);
+    TRY(p2p_cuda(cudaPointerGetAttributes(&attributes, heap), "a peer's heap"));
+    *device = attributes.device;
+    return EPIC_OK;
+}
+
+/* Sets g->self.heap[peer] to the heap of a rank of this process. If that heap is on another
+ * device, enables access to that device from this rank's device. `bytes` is the size of the
+ * heap if it is memory of cuMemCreate(), which needs access of its own. */
+static epic_result connect_local_heap(epic_group *g, int peer, size_t bytes)
+{
+    int can = 0, device = 0;
     uint8_t *heap = p2p_heap_find(g->self.group_id, peer);
     if (!heap)
         return epic_fail(
@@ -114,68 +124,66 @@ static epic_result connect_local_heap(epic_group *g, int peer)
             "its error), or it only claims to be in this process",
             peer, g->rank);
     g->self.heap[peer] = heap;
-    TRY(p2p_cuda(cudaPointerGetAttributes(&attributes, heap), "a peer's heap"));
-    if (attributes.device == g->device) return EPIC_OK;
-    TRY(p2p_cuda(cudaDeviceCanAccessPeer(&can, g->device, attributes.device), "peer access"));
+    TRY(find_device(heap, bytes, &device));
+    if (device == g->device) return EPIC_OK;
+    TRY(p2p_cuda(cudaDeviceCanAccessPeer(&can, g->device, device), "peer access"));
     if (!can)
         return epic_fail(EPIC_ENOTSUP,
                          "ranks %d and %d: device %d cannot access the memory of device %d",
-                         g->rank, peer, g->device, attributes.device);
-    const cudaError_t error = cudaDeviceEnablePeerAccess(attributes.device, 0);
-    if (error == cudaErrorPeerAccessAlreadyEnabled) {
+                         g->rank, peer, g->device, device);
+    const cudaError_t error = cudaDeviceEnablePeerAccess(device, 0);
+    if (error == cudaErrorPeerAccessAlreadyEnabled)
         (void)cudaGetLastError();
-        return EPIC_OK;
+    else
+        TRY(p2p_cuda(error, "peer access"));
+    return bytes ? p2p_chunks_allow(heap, bytes, g->device) : EPIC_OK;
+}
+
+/* Checks that all handles are valid, and that the ranks have the same value of EPIC_HEAP. */
+static epic_result check_handles(const epic_group *g, const p2p_heap_handle *handles)
+{
+    for (int q = 0; q < g->num_ranks; q++) {
+        const p2p_heap_handle *its = &handles[q];
+        if (its->kind > P2P_HEAP_FABRIC ||
+            (its->kind != P2P_HEAP_IPC && its->bytes < g->self.at.bytes))
+            return epic_fail(EPIC_EPEER, "EPIC did not write the handle of the heap of rank %d",
+                             q);
+        if (its->kind != handles[0].kind)
+            return epic_fail(EPIC_EMISMATCH,
+                             "rank %d: EPIC_HEAP=%s, and =%s on rank 0: set the same on every "
+                             "rank, or unset it",
+                             q, p2p_heap_kind_name(its->kind),
+                             p2p_heap_kind_name(handles[0].kind));
     }
-    return p2p_cuda(error, "peer access");
-}
-
-cudaError_t p2p_open_handle(void **memory, cudaIpcMemHandle_t handle)
-{
-    static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
-    pthread_mutex_lock(&opening);
-    const cudaError_t error =
-        cudaIpcOpenMemHandle(memory, handle, cudaIpcMemLazyEnablePeerAccess);
-    pthread_mutex_unlock(&opening);
-    if (error == cudaSuccess) return error;
-    *memory = NULL;
-    (void)cudaGetLastError();
-    return error;
-}
-
-static epic_result map_remote_heap(epic_group *g, int peer, cudaIpcMemHandle_t handle)
-{
-    void *heap;
-    const cudaError_t error = p2p_open_handle(&heap, handle);
-    if (error != cudaSuccess)
-        return epic_fail(
-            EPIC_ENOTSUP,
-            "ranks %d and %d: the peer's device memory cannot be mapped here: CUDA "
-            "reports \"%s\"",
-            g->rank, peer, cudaGetErrorString(error));
-    g->self.heap[peer] = heap;
-    g->mapped[peer] = true;
     return EPIC_OK;
 }
 
-/* Sets g->self.heap[peer] to the heap of a peer. If two processes share a GPU, the GPU runs
- * their kernels in time slices, which is slow but works. */
-epic_result p2p_heap_connect(epic_group *g, int peer, const cudaIpcMemHandle_t *handle)
+/* If two processes share a GPU, the GPU runs their kernels in time slices, which is slow but
+ * works. */
+epic_result p2p_heap_connect(epic_group *g, const p2p_heap_handle *handles)
 {
-    if (peer == g->rank) return EPIC_OK;
-    if (p2p_same(g->peers[peer].process, g->peers[g->rank].process))
-        return connect_local_heap(g, peer);
-    return map_remote_heap(g, peer, *handle);
+    TRY(check_handles(g, handles));
+    if (g->heap_kind == P2P_HEAP_DESCRIPTOR) TRY(p2p_heap_exchange(g, handles));
+    for (int q = 0; q < g->num_ranks; q++) {
+        if (q == g->rank || !p2p_is_near(g, q)) continue;
+        if (!p2p_is_elsewhere(g, q))
+            TRY(connect_local_heap(g, q, (size_t)handles[q].bytes));
+        else if (g->heap_kind != P2P_HEAP_DESCRIPTOR)
+            TRY(p2p_heap_map(g, q, &handles[q], NULL));
+    }
+    return EPIC_OK;
 }
 
 void p2p_heap_unmap(epic_group *group, int peer)
 {
-    if (group->mapped[peer]) (void)cudaIpcCloseMemHandle(group->self.heap[peer]);
-    group->mapped[peer] = false;
+    p2p_memory_unmap(&group->mappings[peer]);
 }
 
 void p2p_heap_disconnect(epic_group *group)
 {
     withdraw_here(group);
+    /* cuMemUnmap() does not wait for kernels */
+    if (group->heap_kind != P2P_HEAP_IPC) (void)cudaDeviceSynchronize();
     for (int q = 0; q < group->num_ranks; q++) p2p_heap_unmap(group, q);
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Joins and leaves a group. When joining, every rank allocates a heap, sends its IPC handle
- * through the bootstrap, and maps the heaps of its peers. */
+/* Joins and leaves a group. When joining, every rank allocates a heap, sends its handle through
+ * the bootstrap, and maps the heaps of its peers. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,7 +17,7 @@ typedef struct join_handle {
     uint32_t result; /* EPIC_OK, or the first error of this rank */
     p2p_gpu gpu;
     int32_t alive_fd; /* alive.fd of this rank (base/alive.h) */
-    cudaIpcMemHandle_t heap_handle;
+    p2p_heap_handle heap_handle;
     char sentence[256];
 } join_handle;
 
@@ -46,15 +46,13 @@ static epic_result make_heap(epic_group *g)
 {
     const int64_t bytes = p2p_heap_bytes(&g->self.at) + p2p_mailbox_bytes(g->num_ranks);
     uint8_t *heap = NULL;
-    char what[96];
-    snprintf(what, sizeof what, "allocating a heap of %lld bytes", (long long)bytes);
-    TRY(p2p_cuda(cudaMalloc((void **)&heap, (size_t)bytes), what));
+    TRY(p2p_heap_allocate(g, bytes, &heap));
     g->self.heap[g->rank] = heap;
     TRY(p2p_mailbox_clear(g));
     return p2p_heap_clear(g, heap);
 }
 
-/* Creates the parts of the group that need no peer: device, heap, kernels, IPC handle. */
+/* Creates the parts of the group that need no peer: device, heap, kernels, handle. */
 static epic_result make_own_part(epic_group *g, join_handle *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
@@ -85,11 +83,16 @@ static epic_result connect_peers(epic_group *g, const join_handle *handles)
 {
     p2p_gpu gpus[DEVICE_MAX_RANKS];
     int alive_fds[DEVICE_MAX_RANKS];
+    p2p_heap_handle heaps[DEVICE_MAX_RANKS];
     for (int q = 0; q < g->num_ranks; q++) TRY(check_join_handle(&handles[q], q));
-    for (int q = 0; q < g->num_ranks; q++) gpus[q] = handles[q].gpu;
-    for (int q = 0; q < g->num_ranks; q++) alive_fds[q] = handles[q].alive_fd;
+    for (int q = 0; q < g->num_ranks; q++) {
+        gpus[q] = handles[q].gpu;
+        heaps[q] = handles[q].heap_handle;
+        alive_fds[q] = handles[q].alive_fd;
+    }
+    TRY(p2p_heap_connect(g,
+                         heaps)); /* first: other ranks wait for the descriptor of this rank */
     TRY(p2p_budget_share(g, gpus));
-    for (int q = 0; q < g->num_ranks; q++) TRY(p2p_heap_connect(g, q, &handles[q].heap_handle));
     return p2p_watch_open(g, alive_fds);
 }
 
@@ -117,7 +120,7 @@ static void release_group(epic_group *g)
     alive_free(&g->alive);
     p2p_free_windows(g);
     p2p_heap_disconnect(g);
-    if (g->self.heap[g->rank]) (void)cudaFree(g->self.heap[g->rank]);
+    p2p_heap_free(g, g->self.heap[g->rank]);
     p2p_group_free(g);
 }
 

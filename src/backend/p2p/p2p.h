@@ -42,6 +42,32 @@ typedef struct p2p_hooks {
 
 struct p2p_windows; /* windows of the group, defined in windows.c */
 
+/* How the other processes of a group get access to the heap of a rank (EPIC_HEAP). */
+typedef enum p2p_heap_kind {
+    P2P_HEAP_IPC,        /* memory of cudaMalloc(), for which CUDA makes an IPC handle */
+    P2P_HEAP_DESCRIPTOR, /* memory of cuMemCreate(), for which CUDA makes a file descriptor */
+    P2P_HEAP_FABRIC      /* memory of cuMemCreate(), for which CUDA makes a fabric handle */
+} p2p_heap_kind;
+
+/* Description of a heap, which a rank sends to all ranks through the bootstrap. */
+typedef struct p2p_heap_handle {
+    uint32_t kind; /* p2p_heap_kind */
+    uint32_t reserved;
+    int64_t bytes; /* size of the memory of cuMemCreate(); 0 if the kind is P2P_HEAP_IPC */
+    /* cudaIpcMemHandle_t, CUmemFabricHandle, or the name of the socket to which the other ranks
+     * send their file descriptors */
+    unsigned char handle[64];
+} p2p_heap_handle;
+
+/* Memory of another rank that is mapped in this process. */
+typedef struct p2p_mapping {
+    void *at; /* NULL: nothing is mapped */
+    /* size of the mapped chunks; 0: cudaIpcOpenMemHandle() has mapped the memory */
+    size_t bytes;
+} p2p_mapping;
+
+struct p2p_heap_memory; /* this rank's heap in memory of cuMemCreate(), in heap_memory.h */
+
 /* Two words that each rank (the sender) writes into the memory for messages of every other rank
  * (the receiver) (mailbox.h). */
 typedef struct p2p_mailbox_words {
@@ -80,8 +106,10 @@ struct epic_group {
     int device_sms; /* number of SMs of the whole GPU */
     int num_sms;    /* maximum number of SMs that an operation uses (budget.c) */
     int ranks_here; /* number of ranks of the group that use this GPU */
-    /* [r]: true if the heap of rank r belongs to another process and is mapped here */
-    bool mapped[DEVICE_MAX_RANKS];
+    p2p_heap_kind heap_kind;
+    struct p2p_heap_memory *heap_memory; /* NULL if heap_kind is P2P_HEAP_IPC */
+    /* [r]: the heap of rank r, if it belongs to another process and is mapped here */
+    p2p_mapping mappings[DEVICE_MAX_RANKS];
     /* number of the generation (the group between two changes of its members) */
     uint32_t generation;
     /* bit mask of the seats (rank numbers) whose ranks have left the group */
@@ -222,12 +250,25 @@ static inline bool p2p_is_culprit(uint32_t culprits, int rank)
 #endif
 }
 
-/* Makes this rank's heap accessible to the other ranks of this host. Adds the heap to the list
- * of this process, and writes its IPC handle to *handle for ranks of other processes. */
-epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle);
-/* Sets group->self.heap[peer] to the heap of a peer. Errors: EPIC_ENOTSUP if it cannot be
- * mapped. */
-epic_result p2p_heap_connect(epic_group *group, int peer, const cudaIpcMemHandle_t *handle);
+/* Allocates `bytes` bytes for this rank's heap, as EPIC_HEAP selects. p2p_heap_free() frees it
+ * after all kernels of the device have ended. Errors: EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP. */
+epic_result p2p_heap_allocate(epic_group *group, int64_t bytes, uint8_t **heap);
+void p2p_heap_free(epic_group *group, uint8_t *heap);
+
+/* Returns whether this rank stores directly into the heap of rank `peer`. */
+static inline bool p2p_is_near(const epic_group *group, int peer)
+{
+    return !HOSTS || p2p_same(group->peers[peer].host, group->peers[group->rank].host);
+}
+
+/* Makes this rank's heap accessible to the ranks near it. Adds the heap to the list of this
+ * process, and describes it in *handle for ranks of other processes. */
+epic_result p2p_heap_export(epic_group *group, uint8_t *heap, p2p_heap_handle *handle);
+/* Sets group->self.heap[q] to the heap of rank q for each rank near this one. `handles`
+ * [num_ranks] contains the handles of all ranks. If the heaps are exported as descriptors, all
+ * ranks must call this function. Errors: EPIC_EMISMATCH if the ranks have different values of
+ * EPIC_HEAP; EPIC_ENOTSUP if a heap cannot be mapped; EPIC_EPEER, EPIC_ETIMEOUT. */
+epic_result p2p_heap_connect(epic_group *group, const p2p_heap_handle *handles);
 /* If the heap of `peer` is mapped, unmaps it. */
 void p2p_heap_unmap(epic_group *group, int peer);
 /* Unmaps the heaps of all peers, and removes this rank's heap from the list of this process. */
@@ -250,10 +291,6 @@ uint64_t p2p_window_place(const epic_group *group, epic_rows output);
 /* Returns whether the ranks of each process share one copy of this library, and so its list of
  * heaps. If not, writes the reason to `why` (256 bytes). */
 bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why);
-
-/* Maps memory of another process. A mutex lets only one thread at a time do so, because CUDA
- * returns cudaErrorAlreadyMapped if two threads open the same handle at the same time. */
-cudaError_t p2p_open_handle(void **memory, cudaIpcMemHandle_t handle);
 
 /* Returns the heap of rank `rank` in group group_id, or NULL if that rank is in another
  * process. */

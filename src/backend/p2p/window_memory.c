@@ -173,12 +173,3 @@ epic_result p2p_memory_map(const epic_group *g, int peer, const p2p_window_messa
     *at = (uint8_t *)mapping->at + its->offset;
     return EPIC_OK;
 }
-
-void p2p_memory_unmap(p2p_mapping *mapping)
-{
-    if (mapping->bytes)
-        p2p_chunks_unmap(mapping);
-    else if (mapping->at)
-        (void)cudaIpcCloseMemHandle(mapping->at);
-    *mapping = (p2p_mapping){0};
-}

@@ -6,12 +6,7 @@
 #define EPIC_P2P_WINDOW_MEMORY_H
 
 #include "backend/p2p/chunk_socket.h"
-
-/* Returns whether `rank` is in another process than the calling rank. */
-static inline bool p2p_is_elsewhere(const epic_group *g, int rank)
-{
-    return !p2p_same(g->peers[rank].process, g->peers[g->rank].process);
-}
+#include "backend/p2p/heap_memory.h"
 
 /* Allocates memory on the group's device for a window, sets it to zeros, and sets *data to its
  * address. Errors: EPIC_ENOMEM, EPIC_EDEVICE. */
@@ -34,6 +29,4 @@ epic_result p2p_memory_map_chunks(const epic_group *group, const p2p_window_mess
  * be mapped (p2p_memory_map_chunks()). Errors: EPIC_ENOTSUP. */
 epic_result p2p_memory_map(const epic_group *group, int peer, const p2p_window_message *its,
                            p2p_mapping *mapping, uint8_t **at);
-void p2p_memory_unmap(p2p_mapping *mapping);
-
 #endif

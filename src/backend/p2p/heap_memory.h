@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The memory of heaps: allocates this rank's heap, exports it for other processes, and maps the
+ * heaps of other processes. EPIC_HEAP selects how (p2p_heap_kind). */
+#ifndef EPIC_P2P_HEAP_MEMORY_H
+#define EPIC_P2P_HEAP_MEMORY_H
+
+#include "backend/p2p/chunks.h"
+
+/* This rank's heap in memory of cuMemCreate(). */
+typedef struct p2p_heap_memory {
+    p2p_mapping mapping;
+    p2p_chunks chunks; /* one chunk */
+    /* the chunk for other processes; has no chunk if there are no other processes */
+    p2p_exported_chunks exported;
+    int socket; /* receives the descriptors of other ranks; -1: not open */
+} p2p_heap_memory;
+
+/* Returns whether `rank` is in another process than the calling rank. */
+static inline bool p2p_is_elsewhere(const epic_group *g, int rank)
+{
+    return !p2p_same(g->peers[rank].process, g->peers[g->rank].process);
+}
+
+/* Returns the name of a p2p_heap_kind, which is also the value of EPIC_HEAP. */
+const char *p2p_heap_kind_name(uint32_t kind);
+
+/* Describes this rank's heap in *handle for other processes. Errors: EPIC_ENOTSUP,
+ * EPIC_EDEVICE. */
+epic_result p2p_heap_describe(epic_group *group, uint8_t *heap, p2p_heap_handle *handle);
+/* Closes the descriptor of this rank's heap and the socket, which only joining needs. */
+void p2p_heap_close_sockets(epic_group *group);
+
+/* Maps the heap of a rank of another process, and sets group->self.heap[peer] to its address.
+ * `exported`: the chunk that has arrived at the socket; not used if the kind of the heap is not
+ * P2P_HEAP_DESCRIPTOR. Errors: EPIC_ENOTSUP, EPIC_EPEER. */
+epic_result p2p_heap_map(epic_group *group, int peer, const p2p_heap_handle *handle,
+                         const p2p_exported_chunks *exported);
+
+/* Maps memory of another process. A mutex lets only one thread at a time do so, because CUDA
+ * returns cudaErrorAlreadyMapped if two threads open the same handle at the same time. */
+cudaError_t p2p_open_handle(void **memory, cudaIpcMemHandle_t handle);
+
+/* Unmaps memory of another process. Does nothing if *mapping is empty. Chunks must not be in
+ * use by kernels. */
+void p2p_memory_unmap(p2p_mapping *mapping);
+
+#endif
