@@ -17,7 +17,8 @@
  *
  * Environment variables: EMULATED_GPUS (1), EMULATED_SMS (132) per GPU, EMULATED_SEED of the
  * random choices; EMULATED_LATE (0), the largest number of milliseconds, below 1000, by which
- * some stores are late (fences.c); CUDA_LAUNCH_BLOCKING has CUDA's meaning. */
+ * some stores are late (fences.c); EMULATED_FABRIC and EMULATED_IMEX, the fabric (fabric.c);
+ * CUDA_LAUNCH_BLOCKING has CUDA's meaning. */
 #ifndef EPIC_EMULATOR_H
 #define EPIC_EMULATOR_H
 
@@ -97,6 +98,10 @@ void emulator_die(const char *format, ...);
 /* Returns the bytes of all blocks of device memory, or of pinned host memory, in whole pages.
  */
 uint64_t emulator_bytes(bool host);
+
+/* Counts the allocations of cuMemCreate() that this process has created or imported and not
+ * freed, and its reservations of addresses. */
+void emulator_virtual(int *num_allocations, int *num_reservations);
 
 /* From now on allocations fail that would use more than `bytes` of the device's memory. 0: none
  * fail. */

@@ -3,6 +3,7 @@
 #ifndef EPIC_EMULATOR_INNER_H
 #define EPIC_EMULATOR_INNER_H
 
+#include <cuda.h>
 #include <stdbool.h>
 
 #include "emulator.h"
@@ -39,6 +40,9 @@ bool is_of_pool(const void *p);
 /* memory.c: adds and removes memory that virtual.c has mapped. */
 void add_mapping(void *memory, size_t bytes, int device);
 void remove_mapping(void *memory);
+
+/* fabric.c: returns CUDA_SUCCESS if memory of a device can have a fabric handle. */
+CUresult check_fabric(int device);
 
 /* virtual.c: whether the device of this thread can read and write memory of cuMemCreate at this
  * address; true for other memory. */

@@ -266,6 +266,7 @@ cudaError_t cudaIpcOpenMemHandle(void **memory, cudaIpcMemHandle_t handle, unsig
     static atomic_int opening; /* threads of this process that open a handle now */
     char path[64];
     (void)flags;
+    if (handle.pid == getpid()) return cudaErrorInvalidValue; /* as on a GPU */
     if (atomic_fetch_add(&opening, 1) > 0) { /* as a GPU does if it is the same handle */
         atomic_fetch_sub(&opening, 1);
         return cudaErrorAlreadyMapped;

@@ -2,7 +2,10 @@
 /* CUDA's virtual memory API: allocations that are mapped at reserved addresses. An allocation
  * is a file in memory, whose name contains its device. Stricter than a GPU: an address of a
  * reservation cannot be read before cuMemSetAccess(), and the program ends if a kernel stores
- * rows into memory that its device cannot access. */
+ * rows into memory that its device cannot access.
+ *
+ * All reservations are in one range of addresses, the arena. So an array finds the mapping of
+ * an address, also if a group has thousands of mappings. */
 #include <cuda.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -17,27 +20,22 @@
 #include "inner.h"
 
 #define GRANULE (2 << 20)
-#define MOST_MAPPINGS 4096
+#define ARENA_GRANULES (1 << 20)
 
 typedef struct allocation {
     int fd;
     size_t bytes;
     CUmemAllocationProp properties;
-    int count; /* handles and mappings; guarded by mutex */
+    int count; /* handles and mappings; guarded by mutex, like `next` */
+    struct allocation *next;
 } allocation;
 
-typedef struct mapping {     /* guarded by mutex; kernels read begin, bytes and devices */
-    _Atomic uintptr_t begin; /* 0: not in use */
+typedef struct mapping {
+    uintptr_t begin;
     size_t bytes;
     allocation *memory;
     _Atomic uint32_t devices; /* bit mask of the devices that can read and write it */
 } mapping;
-
-typedef struct reservation {
-    uintptr_t begin;
-    size_t bytes;
-    struct reservation *next;
-} reservation;
 
 /* what CU_MEM_HANDLE_TYPE_FABRIC exports */
 typedef struct fabric {
@@ -45,9 +43,14 @@ typedef struct fabric {
 } fabric;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static mapping mappings[MOST_MAPPINGS];
-static atomic_int num_mappings;   /* mappings that were ever in use at once, at most */
-static reservation *reservations; /* guarded by mutex */
+static allocation *allocations; /* guarded by mutex, like the fields below */
+static uint8_t *_Atomic arena;
+/* by granule of the arena; kernels read it */
+static mapping *_Atomic mapping_at[ARENA_GRANULES];
+/* by granule of the arena: number of granules of the reservation that begins there, -1 in its
+ * other granules, 0: not reserved */
+static int32_t reserved[ARENA_GRANULES];
+static size_t last_end; /* granule after the last reservation */
 
 /* ----------------------------------------------------------------------- allocations ---- */
 
@@ -60,7 +63,10 @@ static CUresult add_allocation(CUmemGenericAllocationHandle *handle, int fd, siz
         free(a);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
-    *a = (allocation){fd, bytes, *properties, 1};
+    pthread_mutex_lock(&mutex);
+    *a = (allocation){fd, bytes, *properties, 1, allocations};
+    allocations = a;
+    pthread_mutex_unlock(&mutex);
     *handle = (CUmemGenericAllocationHandle)(uintptr_t)a;
     return CUDA_SUCCESS;
 }
@@ -74,6 +80,9 @@ static allocation *allocation_of(CUmemGenericAllocationHandle handle)
 static void release_allocation(allocation *a)
 {
     if (--a->count) return;
+    allocation **link = &allocations;
+    while (*link != a) link = &(*link)->next;
+    *link = a->next;
     close(a->fd);
     free(a);
 }
@@ -97,6 +106,10 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
         return CUDA_ERROR_INVALID_VALUE;
     if (properties->location.id < 0 || properties->location.id >= num_devices())
         return CUDA_ERROR_INVALID_DEVICE;
+    if (properties->requestedHandleTypes & CU_MEM_HANDLE_TYPE_FABRIC) {
+        const CUresult error = check_fabric(properties->location.id);
+        if (error != CUDA_SUCCESS) return error;
+    }
     snprintf(name, sizeof name, "allocation %d %d", properties->location.id,
              (int)properties->requestedHandleTypes);
     const int fd = memfd_create(name, MFD_CLOEXEC);
@@ -153,6 +166,19 @@ static bool read_properties(int fd, CUmemAllocationProp *out)
     return true;
 }
 
+/* Returns a new handle for an allocation that this process has exported, so that thousands of
+ * imports need only one descriptor. Returns NULL if there is none. */
+static allocation *find_own(const fabric *f)
+{
+    if (f->pid != getpid()) return NULL;
+    pthread_mutex_lock(&mutex);
+    allocation *a = allocations;
+    while (a && a->fd != f->fd) a = a->next;
+    if (a) a->count++;
+    pthread_mutex_unlock(&mutex);
+    return a;
+}
+
 CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shareable,
                                         CUmemAllocationHandleType type)
 {
@@ -163,6 +189,8 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, vo
         char path[64];
         fabric f;
         memcpy(&f, shareable, sizeof f);
+        *handle = (CUmemGenericAllocationHandle)(uintptr_t)find_own(&f);
+        if (*handle) return CUDA_SUCCESS;
         snprintf(path, sizeof path, "/proc/%lld/fd/%lld", (long long)f.pid, (long long)f.fd);
         fd = open(path, O_RDWR | O_CLOEXEC);
     } else {
@@ -178,47 +206,78 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, vo
 
 /* ------------------------------------------------------------------------- addresses ---- */
 
+static size_t granule_of(uintptr_t at)
+{
+    return (at - (uintptr_t)arena) / GRANULE;
+}
+
+/* Returns whether the range [at, at + bytes) consists of granules of the arena. */
+static bool is_in_arena(uintptr_t at, size_t bytes)
+{
+    const uintptr_t begin = (uintptr_t)arena;
+    return begin && at >= begin && at % GRANULE == 0 && bytes % GRANULE == 0 && bytes &&
+           bytes <= (size_t)ARENA_GRANULES * GRANULE &&
+           at - begin <= (size_t)ARENA_GRANULES * GRANULE - bytes;
+}
+
+/* The caller holds the mutex. */
+static bool make_arena(void)
+{
+    const size_t bytes = (size_t)ARENA_GRANULES * GRANULE;
+    if (arena) return true;
+    uint8_t *p = mmap(NULL, bytes + GRANULE, PROT_NONE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) return false;
+    arena = p + (GRANULE - (uintptr_t)p % GRANULE) % GRANULE;
+    return true;
+}
+
+/* Finds `count` granules that are not reserved, first after the last reservation, so that an
+ * address is used again as late as possible. Returns ARENA_GRANULES if there are none. The
+ * caller holds the mutex. */
+static size_t find_granules(size_t count)
+{
+    for (size_t turn = 0, begin = last_end; turn < 2; turn++, begin = 0) {
+        size_t length = 0;
+        for (size_t i = begin; i < ARENA_GRANULES; i++) {
+            length = reserved[i] ? 0 : length + 1;
+            if (length == count) return i + 1 - count;
+        }
+    }
+    return ARENA_GRANULES;
+}
+
 CUresult cuMemAddressReserve(CUdeviceptr *at, size_t bytes, size_t alignment, CUdeviceptr hint,
                              unsigned long long flags)
 {
+    const size_t count = bytes / GRANULE;
+    CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
     (void)hint;
     if (flags || alignment > GRANULE || !bytes || bytes % GRANULE)
         return CUDA_ERROR_INVALID_VALUE;
-    reservation *r = malloc(sizeof *r);
-    uint8_t *p = mmap(NULL, bytes + GRANULE, PROT_NONE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (!r || p == MAP_FAILED) {
-        free(r);
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    }
-    const size_t before = (GRANULE - (uintptr_t)p % GRANULE) % GRANULE;
-    if (before) munmap(p, before);
-    if (before < GRANULE) munmap(p + before + bytes, GRANULE - before);
     pthread_mutex_lock(&mutex);
-    *r = (reservation){(uintptr_t)p + before, bytes, reservations};
-    reservations = r;
+    const size_t begin = make_arena() ? find_granules(count) : ARENA_GRANULES;
+    if (begin < ARENA_GRANULES) {
+        for (size_t i = 0; i < count; i++) reserved[begin + i] = i ? -1 : (int32_t)count;
+        last_end = begin + count;
+        *at = (CUdeviceptr)(uintptr_t)(arena + begin * GRANULE);
+        result = CUDA_SUCCESS;
+    }
     pthread_mutex_unlock(&mutex);
-    *at = r->begin;
-    return CUDA_SUCCESS;
+    return result;
 }
 
 /* Returns the number of mapped bytes in the range, which must consist of whole mappings.
- * Returns 0 if it does not. If `remove` is true, unmaps them. The caller holds the mutex. */
-static size_t find_mapped(CUdeviceptr at, size_t bytes, bool remove)
+ * Returns 0 if it does not. The caller holds the mutex. */
+static size_t count_mapped(CUdeviceptr at, size_t bytes)
 {
     size_t found = 0;
-    for (int i = 0; i < MOST_MAPPINGS; i++) {
-        mapping *m = &mappings[i];
-        const uintptr_t begin = m->begin;
-        if (!begin || begin + m->bytes <= at || begin >= at + bytes) continue;
-        if (begin < at || begin + m->bytes > at + bytes) return 0;
-        found += m->bytes;
-        if (!remove) continue;
-        remove_mapping((void *)begin);
-        m->begin = 0;
-        mmap((void *)begin, m->bytes, PROT_NONE,
-             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-        release_allocation(m->memory);
+    if (!is_in_arena(at, bytes)) return 0;
+    for (CUdeviceptr p = at; p < at + bytes;) {
+        const mapping *m = mapping_at[granule_of(p)];
+        if (m && (m->begin != p || m->begin + m->bytes > at + bytes)) return 0;
+        found += m ? m->bytes : 0;
+        p += m ? m->bytes : GRANULE;
     }
     return found;
 }
@@ -227,44 +286,52 @@ CUresult cuMemAddressFree(CUdeviceptr at, size_t bytes)
 {
     CUresult result = CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&mutex);
-    reservation **link = &reservations;
-    while (*link && (*link)->begin != at) link = &(*link)->next;
-    reservation *r = *link;
-    if (r && r->bytes == bytes && find_mapped(at, bytes, false) == 0) {
-        *link = r->next;
-        munmap((void *)r->begin, bytes);
-        free(r);
+    if (is_in_arena(at, bytes) && reserved[granule_of(at)] == (int32_t)(bytes / GRANULE) &&
+        count_mapped(at, bytes) == 0) {
+        for (size_t i = 0; i < bytes / GRANULE; i++) reserved[granule_of(at) + i] = 0;
         result = CUDA_SUCCESS;
     }
     pthread_mutex_unlock(&mutex);
     return result;
 }
 
-/* Maps the allocation into a free entry. The caller holds the mutex. */
+/* Returns whether the range is in one reservation and nothing is mapped there. The caller holds
+ * the mutex. */
+static bool is_free(CUdeviceptr at, size_t bytes)
+{
+    if (!is_in_arena(at, bytes)) return false;
+    const size_t first = granule_of(at);
+    for (size_t i = first; i < first + bytes / GRANULE; i++)
+        if (!reserved[i] || (i > first && reserved[i] > 0) || mapping_at[i]) return false;
+    return true;
+}
+
+/* The caller holds the mutex. */
 static CUresult add_mapping_locked(CUdeviceptr at, size_t bytes, allocation *a)
 {
-    const reservation *r = reservations;
-    int i = 0;
-    while (r && (at < r->begin || at + bytes > r->begin + r->bytes)) r = r->next;
-    while (i < MOST_MAPPINGS && mappings[i].begin) i++;
-    for (int k = 0; k < MOST_MAPPINGS; k++)
-        if (mappings[k].begin && mappings[k].begin < at + bytes &&
-            at < mappings[k].begin + mappings[k].bytes)
-            return CUDA_ERROR_INVALID_VALUE;
-    if (!r || i == MOST_MAPPINGS || at % GRANULE || bytes % GRANULE || bytes > a->bytes)
-        return CUDA_ERROR_INVALID_VALUE;
-    if (mmap((void *)(uintptr_t)at, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, a->fd, 0) ==
-        MAP_FAILED)
+    if (!is_free(at, bytes) || bytes > a->bytes) return CUDA_ERROR_INVALID_VALUE;
+    mapping *m = malloc(sizeof *m);
+    if (!m || mmap((void *)(uintptr_t)at, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, a->fd, 0) ==
+                  MAP_FAILED) {
+        free(m);
         return CUDA_ERROR_OUT_OF_MEMORY;
-    mapping *m = &mappings[i];
-    m->bytes = bytes;
-    m->memory = a;
-    m->devices = 0;
-    m->begin = at;
+    }
+    *m = (mapping){at, bytes, a, 0};
     a->count++;
-    if (i >= num_mappings) num_mappings = i + 1;
+    for (size_t i = 0; i < bytes / GRANULE; i++) mapping_at[granule_of(at) + i] = m;
     add_mapping((void *)(uintptr_t)at, bytes, a->properties.location.id);
     return CUDA_SUCCESS;
+}
+
+/* The caller holds the mutex. */
+static void remove_mapping_locked(mapping *m)
+{
+    remove_mapping((void *)m->begin);
+    for (size_t i = 0; i < m->bytes / GRANULE; i++) mapping_at[granule_of(m->begin) + i] = NULL;
+    mmap((void *)m->begin, m->bytes, PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    release_allocation(m->memory);
+    free(m);
 }
 
 CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset,
@@ -280,8 +347,11 @@ CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset,
 CUresult cuMemUnmap(CUdeviceptr at, size_t bytes)
 {
     pthread_mutex_lock(&mutex);
-    const bool whole = find_mapped(at, bytes, false) == bytes;
-    if (whole) find_mapped(at, bytes, true);
+    const bool whole = count_mapped(at, bytes) == bytes;
+    for (size_t i = 0; whole && i < bytes / GRANULE; i++) {
+        mapping *m = mapping_at[granule_of(at) + i];
+        if (m) remove_mapping_locked(m);
+    }
     pthread_mutex_unlock(&mutex);
     return whole ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
@@ -290,10 +360,10 @@ CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *acc
                         size_t count)
 {
     pthread_mutex_lock(&mutex);
-    const bool whole = find_mapped(at, bytes, false) == bytes;
-    for (int i = 0; whole && i < MOST_MAPPINGS; i++) {
-        mapping *m = &mappings[i];
-        if (m->begin < at || m->begin >= at + bytes) continue;
+    const bool whole = count_mapped(at, bytes) == bytes;
+    for (size_t i = 0; whole && i < bytes / GRANULE; i++) {
+        mapping *m = mapping_at[granule_of(at) + i];
+        if (m->begin != at + i * GRANULE) continue;
         for (size_t k = 0; k < count; k++)
             if (access[k].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
                 m->devices |= 1u << access[k].location.id;
@@ -307,17 +377,23 @@ CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *acc
 
 static mapping *mapping_of(const void *p)
 {
-    const uintptr_t at = (uintptr_t)p;
-    for (int i = 0; i < num_mappings; i++) {
-        const uintptr_t begin = mappings[i].begin;
-        if (begin && at >= begin && at < begin + mappings[i].bytes) return &mappings[i];
-    }
-    return NULL;
+    const uintptr_t offset = (uintptr_t)p - (uintptr_t)arena;
+    return arena && offset < (uintptr_t)ARENA_GRANULES * GRANULE ? mapping_at[offset / GRANULE]
+                                                                 : NULL;
+}
+
+void emulator_virtual(int *num_allocations, int *num_reservations)
+{
+    *num_allocations = *num_reservations = 0;
+    pthread_mutex_lock(&mutex);
+    for (const allocation *a = allocations; a; a = a->next) ++*num_allocations;
+    for (size_t i = 0; i < ARENA_GRANULES; i++) *num_reservations += reserved[i] > 0;
+    pthread_mutex_unlock(&mutex);
 }
 
 bool can_access(const void *p)
 {
-    const mapping *m = num_mappings ? mapping_of(p) : NULL;
+    const mapping *m = mapping_of(p);
     return !m || m->devices >> current_device() & 1;
 }
 
@@ -361,6 +437,8 @@ CUresult cuGetErrorString(CUresult error, const char **text)
     *text = error == CUDA_SUCCESS               ? "no error"
             : error == CUDA_ERROR_INVALID_VALUE ? "invalid argument"
             : error == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory"
+            : error == CUDA_ERROR_NOT_PERMITTED ? "operation not permitted"
+            : error == CUDA_ERROR_NOT_SUPPORTED ? "operation not supported"
                                                 : "operation failed";
     return CUDA_SUCCESS;
 }

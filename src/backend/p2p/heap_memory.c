@@ -173,7 +173,8 @@ static epic_result map_exported(epic_group *g, int peer, const p2p_exported_chun
                      "ranks %d and %d: the peer's device memory cannot be mapped here with its "
                      "%s: %s",
                      g->rank, peer,
-                     g->heap_kind == P2P_HEAP_FABRIC ? "fabric handle" : "file descriptor", why);
+                     g->heap_kind == P2P_HEAP_FABRIC ? "fabric handle" : "file descriptor",
+                     why);
 }
 
 static epic_result map_fabric(epic_group *g, int peer, const p2p_heap_handle *handle)

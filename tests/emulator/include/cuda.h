@@ -17,13 +17,19 @@ typedef enum cudaError_enum {
     CUDA_ERROR_OUT_OF_MEMORY = 2,
     CUDA_ERROR_INVALID_DEVICE = 101,
     CUDA_ERROR_NOT_FOUND = 500,
-    CUDA_ERROR_NOT_PERMITTED = 800
+    CUDA_ERROR_NOT_PERMITTED = 800,
+    CUDA_ERROR_NOT_SUPPORTED = 801
 } CUresult;
 
 typedef unsigned long long CUdeviceptr;
 typedef unsigned long long CUmemGenericAllocationHandle;
 typedef struct emulator_pool *CUmemoryPool;
 
+typedef int CUdevice;
+
+typedef enum CUdevice_attribute {
+    CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED = 128
+} CUdevice_attribute;
 typedef enum CUpointer_attribute {
     CU_POINTER_ATTRIBUTE_ACCESS_FLAGS = 16,
     CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE = 17
@@ -68,6 +74,7 @@ typedef struct CUmemFabricHandle {
 #define cuMemGetAddressRange cuMemGetAddressRange_v2
 
 CUresult cuGetErrorString(CUresult error, const char **text);
+CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device);
 CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr at);
 CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *bytes, CUdeviceptr at);
 
