@@ -361,8 +361,8 @@ typedef struct epic_config {
     uint32_t max_sms;       /* CUDA: largest number of SMs of one operation; 0: chosen by
                                measurement (epic_max_sms returns it).  All contexts of a
                                process on one GPU share the SMs of the GPU */
-    const char *backend;    /* "gpu": "p2p" for GPUs of one host, "hosts" for GPUs of several
-                               hosts.  NULL: the first CPU backend that connects the ranks:
+    const char *backend;    /* "gpu": "p2p" for GPUs of one host or one NVLink domain, "hosts"
+                               for other GPUs of several hosts.  NULL: the first CPU backend that connects the ranks:
                                "self", "shm" or "threads", "mpi" */
     const char *name;       /* name of the group, for messages and epic-info; NULL: "epic" */
     void *native;           /* an MPI_Comm * whose ranks form the group, for backend mpi or

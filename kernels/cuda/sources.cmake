@@ -14,8 +14,11 @@ list(FILTER epic_hosts_ranks EXCLUDE REGEX # only p2p has these
 set(epic_many_ranks ${epic_hosts_ranks}) # with EPIC_MANY_RANKS, for p2p and for hosts
 list(FILTER epic_many_ranks EXCLUDE REGEX "/lowlat/")
 file(GLOB p2p CONFIGURE_DEPENDS ${src}/backend/p2p/*.c)
-set(epic_p2p_host ${p2p} ${src}/base/alive.c ${src}/base/error.c ${src}/base/text.c ${src}/base/process.c)
+set(liveness ${src}/net/liveness.c ${src}/net/liveness_connect.c ${src}/net/address.c
+    ${src}/bootstrap/bootstrap.c) # between hosts of an NVLink domain
+set(epic_p2p_host ${p2p} ${liveness} ${src}/base/alive.c ${src}/base/error.c ${src}/base/text.c
+    ${src}/base/process.c)
 file(GLOB hosts CONFIGURE_DEPENDS ${src}/backend/hosts/*.c ${src}/net/*.c)
 set(epic_hosts_host ${p2p} ${hosts} ${src}/base/error.c ${src}/base/text.c ${src}/base/process.c
     ${src}/base/library.c ${src}/bootstrap/bootstrap.c)
-list(FILTER epic_hosts_host EXCLUDE REGEX "/p2p/(join|mailbox|watch|nccl.*)\\.c$") # peers on one host; NCCL
+list(FILTER epic_hosts_host EXCLUDE REGEX "/p2p/(fabric|join|mailbox|watch|nccl.*)\\.c$") # peers on one host; NCCL

@@ -30,9 +30,9 @@ const char *config_trace(void);
  * of a layer compare checksums of the weights that must be equal on all ranks. */
 bool config_checks_weights(void);
 
-/* Replaces "gpu" by "p2p" on one host and by "hosts" on several hosts. Returns any other name
- * unchanged; name may be NULL. */
-const char *backend_resolve_name(const char *name, int num_hosts);
+/* Replaces "gpu" by "p2p" if is_near is true, and by "hosts" if not. is_near: all ranks are on
+ * one host or in one NVLink domain. Returns any other name unchanged; name may be NULL. */
+const char *backend_resolve_name(const char *name, bool is_near);
 
 /* Sets *on_device to true if contexts of backend `name` compute in device memory. Sets it to
  * false if they compute in host memory, or if `name` is NULL. Loads no plugin. Returns

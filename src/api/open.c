@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Opens and closes a context. epic_open runs three allgathers over all ranks: of the
- * configurations, of the chosen backends, and of the results of joining. After each allgather,
+ * configurations, of the chosen backends, and of the results of joining. If the ranks are on
+ * several hosts, it may run one more, of the NVLink domains of their GPUs. After each allgather,
  * either all ranks return the same error, or all ranks continue. See
  * docs/internals/architecture.md. */
 #include "context/context.h"
@@ -68,7 +69,8 @@ static epic_result choose_backend(const epic_backend **out, const epic_peer *pee
                                   int num_hosts, const epic_config *config)
 {
     char why[256] = "", reasons[1024] = "";
-    const char *name = backend_resolve_name(config->backend, num_hosts);
+    const bool is_near = num_hosts == 1 || peers_share_domain(peers, (int)config->num_ranks);
+    const char *name = backend_resolve_name(config->backend, is_near);
     if (name) {
         TRY(backend_find(out, name, (int)config->num_ranks));
         if ((*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
@@ -145,6 +147,22 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
         hosts += q == r; /* adds 1 if r is the first rank on its host */
     }
     return hosts;
+}
+
+/* If the ranks are on several hosts and may use the backend p2p, gathers the NVLink domains of
+ * their GPUs. All ranks have the same configuration, so all of them call gather. */
+static epic_result gather_domains(const epic_context *ctx, const epic_bootstrap *bootstrap,
+                                  rank_info *mine, rank_info *all, epic_peer *peers)
+{
+    const epic_backend *p2p;
+    const char *name = ctx->config.backend;
+    if (ctx->num_hosts == 1 || !name || (strcmp(name, "gpu") != 0 && strcmp(name, "p2p") != 0))
+        return EPIC_OK;
+    if (backend_find(&p2p, "p2p", ctx->num_ranks) == EPIC_OK && p2p->identify)
+        p2p->identify(&mine->peer);
+    TRY(agree_on_result(bootstrap, mine, all, EPIC_OK));
+    for (int r = 0; r < ctx->num_ranks; r++) peers[r] = all[r].peer;
+    return EPIC_OK;
 }
 
 /* Chooses a backend, gathers the choices of all ranks, and checks that they are equal. Without
@@ -257,6 +275,7 @@ static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap,
         ctx->group_id = hash_join(ctx->group_id, all[r].random);
     }
     ctx->num_hosts = count_hosts(peers, bootstrap->num_ranks);
+    TRY(gather_domains(ctx, bootstrap, &mine, all, peers));
     TRY(agree_on_backend(&backend, ctx, bootstrap, &mine, all, peers));
     epic_result result = join_group(ctx, backend, bootstrap, peers);
     if (result == EPIC_OK) result = set_up_context(ctx);

@@ -73,18 +73,20 @@ static epic_result load_plugin(const epic_backend **out, const plugin *p)
     return result;
 }
 
-const char *backend_resolve_name(const char *name, int num_hosts)
+const char *backend_resolve_name(const char *name, bool is_near)
 {
     if (!name || strcmp(name, "gpu") != 0) return name;
-    return num_hosts > 1 ? "hosts" : "p2p";
+    return is_near ? "p2p" : "hosts";
 }
 
 static epic_result fail_no_backend(const char *name)
 {
-    return epic_fail(EPIC_EINVAL,
-                     "config.backend is \"%.40s\": there are self, threads, shm, mpi, p2p "
-                     "and hosts, and gpu, which is p2p on one host and hosts on several",
-                     name);
+    return epic_fail(
+        EPIC_EINVAL,
+        "config.backend is \"%.40s\": there are self, threads, shm, mpi, p2p "
+        "and hosts, and gpu, which is p2p on one host or in one NVLink domain, else "
+        "hosts",
+        name);
 }
 
 epic_result backend_place(bool *on_device, const char *name)

@@ -133,7 +133,7 @@ epic_result epic_memory_v1(const epic_config *config, size_t config_size,
     TRY(CHECK_PLACE(out, size));
     TRY(config_read_sizes(&c, config, config_size));
     const epic_backend *backend;
-    TRY(backend_find(&backend, c.backend ? backend_resolve_name(c.backend, 1) : "shm",
+    TRY(backend_find(&backend, c.backend ? backend_resolve_name(c.backend, true) : "shm",
                      (int)c.num_ranks));
     info = context_memory(&c, backend);
     if (layer)

@@ -12,6 +12,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "epic/epic.h"
 
@@ -24,6 +25,14 @@ struct epic_ops;       /* defined in backend/ops.h */
 
 /* One rank's state in a group. Each backend defines its own struct. */
 typedef struct epic_group epic_group;
+
+/* Whether ranks of other hosts can map the memory of a rank's GPU over NVLink. */
+typedef enum peer_fabric {
+    PEER_FABRIC_NONE,        /* the GPU is in no NVLink domain, or EPIC_HEAP forbids its use */
+    PEER_FABRIC_UNSUPPORTED, /* the GPU or its driver has no fabric handles */
+    PEER_FABRIC_REFUSED, /* CUDA creates no fabric handle, for example without IMEX channel */
+    PEER_FABRIC_READY    /* ranks of the same NVLink domain can map its memory */
+} peer_fabric;
 
 /* Data about one rank. All ranks exchange these data before epic_open chooses a backend. */
 typedef struct epic_peer {
@@ -40,7 +49,28 @@ typedef struct epic_peer {
      * share the library's global tables. The value is random and not the library's address,
      * because an address would reveal where the library is loaded (ASLR). */
     uint64_t library;
+    /* The NVLink domain of the rank's GPU: two GPUs are in one domain if both fields are equal.
+     * Valid if `fabric` (a peer_fabric) is not PEER_FABRIC_NONE. Set only if the ranks are on
+     * several hosts and request the backend gpu or p2p. */
+    unsigned char cluster[16];
+    uint32_t clique;
+    uint32_t fabric;
 } epic_peer;
+
+static inline bool peer_has_domain_of(const epic_peer *a, const epic_peer *b)
+{
+    return !memcmp(a->cluster, b->cluster, sizeof a->cluster) && a->clique == b->clique;
+}
+
+/* Returns whether all ranks are in one NVLink domain, in which each rank can map the memory of
+ * all others. */
+static inline bool peers_share_domain(const epic_peer *peers, int num_ranks)
+{
+    for (int q = 0; q < num_ranks; q++)
+        if (peers[q].fabric != PEER_FABRIC_READY || !peer_has_domain_of(&peers[q], &peers[0]))
+            return false;
+    return true;
+}
 
 /* The arguments of join. They are valid only during the call. */
 typedef struct epic_join {
@@ -57,6 +87,10 @@ typedef struct epic_backend {
      * to `why`, which has 256 bytes. The call is not collective and has no side effects. */
     bool (*can_join)(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why);
+
+    /* Sets the fields `cluster`, `clique` and `fabric` of this rank, for the current device.
+     * NULL: the backend uses no NVLink domains. */
+    void (*identify)(epic_peer *mine);
 
     /* Creates this rank's state in the group. Collective: all ranks call join. If join fails,
      * it releases everything, does not change *out and sets the error text with epic_fail.

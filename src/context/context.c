@@ -187,10 +187,12 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
 
 /* Combine can sum in two steps only on several hosts and without rank_of_expert (context.h).
  * Summing in two steps also needs relays (ranks that forward rows to the other ranks of their
- * host), which only device backends have. */
+ * host), which only device backends with a network have: ranks of an NVLink domain store
+ * directly into each other's memory, also between hosts. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
 {
-    return ctx->backend->ops && ctx->num_hosts > 1 && !rank_of_expert;
+    return ctx->backend->ops && ctx->backend->describe_net && ctx->num_hosts > 1 &&
+           !rank_of_expert;
 }
 
 epic_result context_set_members(epic_context *ctx, const seat_set *members)

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -89,13 +90,14 @@ static void set_epoch(const team_rank *me)
                 &epoch, sizeof epoch));
 }
 
-/* Returns the host of a rank. With backend hosts every rank is a host of its own, or
- * EPIC_TEST_RANKS_PER_HOST ranks are one host. */
+/* Returns the host of a rank. EPIC_TEST_RANKS_PER_HOST ranks are one host. If the variable is
+ * not set, every rank is a host of its own with backend hosts, and all ranks are on one host
+ * with backend p2p. */
 static uint64_t host_of(int rank)
 {
-    const char *text = HOSTS ? getenv("EPIC_TEST_RANKS_PER_HOST") : NULL;
-    const int ranks = text ? atoi(text) : 1;
-    return HOSTS ? (uint64_t)(rank / ranks) + 1 : 1;
+    const char *text = getenv("EPIC_TEST_RANKS_PER_HOST");
+    if (!text) return HOSTS ? (uint64_t)rank + 1 : 1;
+    return (uint64_t)(rank / atoi(text)) + 1;
 }
 
 uint32_t team_max_top_k(void)
@@ -111,6 +113,8 @@ static int run_rank(const team *t, int rank)
     memset(&mine, 0, sizeof mine);
     mine.host[0] = host_of(rank);
     mine.process[0] = (uint64_t)getpid();
+    if (!HOSTS)
+        mine.process[1] = mine.host[0]; /* threads on several hosts are not one process */
     mine.pid = getpid();
     const epic_bootstrap bootstrap = {rank, t->num_ranks, gather_seats, NULL, &me};
     const epic_config config = {.max_tokens = t->max_tokens,
@@ -196,6 +200,15 @@ int team_ranks_per_process(const char *argument)
     return !strcmp(argument, "processes") ? 1 : atoi(argument);
 }
 
+/* Allows as many open files as the system does: ranks of several hosts have a connection each. */
+static void allow_files(void)
+{
+    struct rlimit files;
+    if (getrlimit(RLIMIT_NOFILE, &files) != 0) return;
+    files.rlim_cur = files.rlim_max;
+    (void)setrlimit(RLIMIT_NOFILE, &files);
+}
+
 int team_run(const team *t)
 {
     if (t->num_ranks < 1 || t->num_gpus < 1) {
@@ -204,6 +217,7 @@ int team_run(const team *t)
         return 1;
     }
     static uint64_t groups = 0;
+    allow_files();
     pthread_barrierattr_t attributes;
     const size_t bytes = sizeof *place + t->shared_bytes;
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* no kernel waits behind another rank's */

@@ -15,6 +15,7 @@
  * looks up the functions by name. */
 static struct {
     __typeof__(&cuGetErrorString) get_error_string;
+    __typeof__(&cuDeviceGetAttribute) get_device_attribute;
     __typeof__(&cuPointerGetAttribute) get_attribute;
     __typeof__(&cuMemGetAddressRange) get_address_range;
     __typeof__(&cuMemGetAllocationGranularity) get_granularity;
@@ -35,6 +36,7 @@ static const struct {
     const char *name;
     void *function; /* address of a function pointer */
 } functions[] = {{"cuGetErrorString", &driver.get_error_string},
+                 {"cuDeviceGetAttribute", &driver.get_device_attribute},
                  {"cuPointerGetAttribute", &driver.get_attribute},
                  {"cuMemGetAddressRange_v2", &driver.get_address_range},
                  {"cuMemGetAllocationGranularity", &driver.get_granularity},
@@ -153,6 +155,17 @@ void p2p_chunks_release(p2p_chunks *chunks)
     chunks->num = 0;
 }
 
+/* The number of a device is the same in the driver and in the runtime. */
+bool p2p_chunks_have_fabric(int device)
+{
+    int supported = 0;
+    return need_driver() == EPIC_OK &&
+           driver.get_device_attribute(&supported,
+                                       CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED,
+                                       device) == CUDA_SUCCESS &&
+           supported;
+}
+
 /* Returns the error of cuMemCreate(). */
 static epic_result fail_create(CUresult error, size_t bytes, int device,
                                CUmemAllocationHandleType type)
@@ -161,13 +174,14 @@ static epic_result fail_create(CUresult error, size_t bytes, int device,
     if (error == CUDA_ERROR_OUT_OF_MEMORY)
         return epic_fail(EPIC_ENOMEM, "allocating %zu bytes on device %d: CUDA reports \"%s\"",
                          bytes, device, text_of(error));
+    const char *why = !is_fabric ? ""
+                      : p2p_chunks_have_fabric(device)
+                          ? ": the process must be able to open an IMEX channel "
+                            "(/dev/nvidia-caps-imex-channels/channel0)"
+                          : ": the GPU or its driver has no fabric handles";
     return epic_fail(EPIC_ENOTSUP, "device %d: CUDA cannot allocate memory with a %s (%s)%s",
                      device, is_fabric ? "fabric handle" : "file descriptor", text_of(error),
-                     is_fabric
-                         ? ": the GPU and its driver must support fabric handles, and the "
-                           "process must be able to open an IMEX channel "
-                           "(/dev/nvidia-caps-imex-channels/channel0)"
-                         : "");
+                     why);
 }
 
 epic_result p2p_chunks_create(int64_t bytes, int device, CUmemAllocationHandleType type,

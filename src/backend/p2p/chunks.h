@@ -13,6 +13,7 @@
 /* this cuda.h does not declare fabric handles */
 #if defined(CUDA_VERSION) && CUDA_VERSION < 12030
 #define CU_MEM_HANDLE_TYPE_FABRIC ((CUmemAllocationHandleType)8)
+#define CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED ((CUdevice_attribute)128)
 typedef struct CUmemFabricHandle {
     unsigned char data[64];
 } CUmemFabricHandle;
@@ -61,6 +62,9 @@ void p2p_chunks_release(p2p_chunks *chunks);
  * EPIC_ENOTSUP if CUDA cannot export memory of this device as `type`. */
 epic_result p2p_chunks_create(int64_t bytes, int device, CUmemAllocationHandleType type,
                               p2p_chunks *out);
+/* Returns whether the device and its driver have fabric handles. p2p_chunks_create() can still
+ * fail, because a fabric handle also needs an IMEX channel. */
+bool p2p_chunks_have_fabric(int device);
 /* Makes mapped chunks of this process accessible to another device. Errors: EPIC_ENOTSUP. */
 epic_result p2p_chunks_allow(const void *at, size_t bytes, int device);
 /* Sets *device to the device of the chunk that contains `at`. This works even if the current

@@ -23,11 +23,18 @@ const char *p2p_heap_kind_name(uint32_t kind)
     return kind <= P2P_HEAP_FABRIC ? kind_names[kind] : "an unknown value";
 }
 
-/* Sets *kind to the value of EPIC_HEAP, or to P2P_HEAP_IPC if it is not set. */
-static epic_result read_kind(p2p_heap_kind *kind)
+bool p2p_heap_may_be_fabric(void)
 {
     const char *text = getenv("EPIC_HEAP");
-    *kind = P2P_HEAP_IPC;
+    return !text || !*text || !strcmp(text, kind_names[P2P_HEAP_FABRIC]);
+}
+
+/* Sets *kind to the value of EPIC_HEAP. If it is not set, chooses P2P_HEAP_FABRIC if ranks of
+ * other hosts map the heap, and P2P_HEAP_IPC if not. */
+static epic_result read_kind(const epic_group *g, p2p_heap_kind *kind)
+{
+    const char *text = getenv("EPIC_HEAP");
+    *kind = p2p_spans_hosts(g) ? P2P_HEAP_FABRIC : P2P_HEAP_IPC;
     if (!text || !*text) return EPIC_OK;
     for (int i = 0; i <= P2P_HEAP_FABRIC; i++) {
         if (strcmp(text, kind_names[i]) != 0) continue;
@@ -35,8 +42,8 @@ static epic_result read_kind(p2p_heap_kind *kind)
         return EPIC_OK;
     }
     return epic_fail(EPIC_EINVAL,
-                     "EPIC_HEAP=%.32s: must be ipc, descriptor or fabric; without it ranks map "
-                     "heaps with IPC handles",
+                     "EPIC_HEAP=%.32s: must be ipc, descriptor or fabric; without it a host "
+                     "has IPC handles, and an NVLink domain of several hosts fabric handles",
                      text);
 }
 
@@ -73,7 +80,7 @@ static epic_result allocate_chunk(epic_group *g, int64_t bytes, uint8_t **heap)
 epic_result p2p_heap_allocate(epic_group *g, int64_t bytes, uint8_t **heap)
 {
     char what[96];
-    TRY(read_kind(&g->heap_kind));
+    TRY(read_kind(g, &g->heap_kind));
     if (g->heap_kind == P2P_HEAP_DESCRIPTOR) TRY(check_namespaces(g));
     if (g->heap_kind != P2P_HEAP_IPC) return allocate_chunk(g, bytes, heap);
     snprintf(what, sizeof what, "allocating a heap of %lld bytes", (long long)bytes);

@@ -21,6 +21,9 @@ static inline bool p2p_is_elsewhere(const epic_group *g, int rank)
     return !p2p_same(g->peers[rank].process, g->peers[g->rank].process);
 }
 
+/* Returns whether EPIC_HEAP is unset or "fabric". */
+bool p2p_heap_may_be_fabric(void);
+
 /* Returns the name of a p2p_heap_kind, which is also the value of EPIC_HEAP. */
 const char *p2p_heap_kind_name(uint32_t kind);
 

@@ -5,10 +5,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "backend/p2p/fabric.h"
 #include "backend/p2p/mailbox.h"
-#include "backend/p2p/p2p.h"
 #include "base/deadline.h"
 #include "base/error.h"
+#include "net/liveness.h"
 
 #define LEAVE_NAP_NS 200000
 
@@ -19,9 +20,11 @@ typedef struct join_handle {
     int32_t alive_fd; /* alive.fd of this rank (base/alive.h) */
     p2p_heap_handle heap_handle;
     char sentence[256];
+    /* zeros if all ranks are on one host */
+    _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
 } join_handle;
 
-/* Implements epic_backend.can_join: all ranks must be on one host. */
+/* Implements epic_backend.can_join: all ranks must be on one host or in one NVLink domain. */
 static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                          char *why)
 {
@@ -32,14 +35,7 @@ static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_confi
                  DEVICE_MAX_RANKS);
         return false;
     }
-    for (int q = 1; q < num_ranks; q++)
-        if (!p2p_same(peers[q].host, peers[0].host)) {
-            const bool here = peers[q].host[0] == peers[0].host[0];
-            snprintf(why, 256, "ranks 0 and %d are %s: backend hosts, or gpu, joins them", q,
-                     here ? "in different PID namespaces (containers)" : "on different hosts");
-            return false;
-        }
-    return p2p_share_library(peers, num_ranks, why);
+    return p2p_fabric_joins(peers, num_ranks, why) && p2p_share_library(peers, num_ranks, why);
 }
 
 static epic_result make_heap(epic_group *g)
@@ -52,6 +48,28 @@ static epic_result make_heap(epic_group *g)
     return p2p_heap_clear(g, heap);
 }
 
+/* Opens the connections that show the death of a rank of another host. The watcher thread sees
+ * the ranks of this host by itself, so they need no connection. */
+static epic_result listen_for_liveness(epic_group *g, join_handle *mine)
+{
+    net_liveness_setup setup = {.host = g->rank,
+                                .num_hosts = g->num_ranks,
+                                .ranks_per_host = 1,
+                                .timeout_ms = g->config.timeout_ms,
+                                .group_id = g->self.group_id};
+    for (int q = 0; q < g->num_ranks; q++)
+        setup.is_in_process[q] = p2p_same(g->peers[q].host, g->peers[g->rank].host);
+    return net_liveness_listen(&g->liveness, &setup, mine->liveness);
+}
+
+static epic_result connect_liveness(epic_group *g, const join_handle *handles)
+{
+    unsigned char all[DEVICE_MAX_RANKS][NET_LIVENESS_HANDLE_BYTES];
+    for (int q = 0; q < g->num_ranks; q++)
+        memcpy(all[q], handles[q].liveness, NET_LIVENESS_HANDLE_BYTES);
+    return net_liveness_connect(g->liveness, all);
+}
+
 /* Creates the parts of the group that need no peer: device, heap, kernels, handle. */
 static epic_result make_own_part(epic_group *g, join_handle *mine)
 {
@@ -60,7 +78,8 @@ static epic_result make_own_part(epic_group *g, join_handle *mine)
     TRY(p2p_load(g));
     alive_create(&g->alive, g->self.group_id, g->rank);
     mine->alive_fd = g->alive.fd;
-    return p2p_heap_export(g, g->self.heap[g->rank], &mine->heap_handle);
+    TRY(p2p_heap_export(g, g->self.heap[g->rank], &mine->heap_handle));
+    return p2p_spans_hosts(g) ? listen_for_liveness(g, mine) : EPIC_OK;
 }
 
 /* Returns the error that a rank has sent in its handle, or EPIC_OK. First checks the values of
@@ -93,6 +112,7 @@ static epic_result connect_peers(epic_group *g, const join_handle *handles)
     TRY(p2p_heap_connect(g,
                          heaps)); /* first: other ranks wait for the descriptor of this rank */
     TRY(p2p_budget_share(g, gpus));
+    if (g->liveness) TRY(connect_liveness(g, handles));
     return p2p_watch_open(g, alive_fds);
 }
 
@@ -118,6 +138,7 @@ static void release_group(epic_group *g)
 {
     p2p_watch_close(g);
     alive_free(&g->alive);
+    net_liveness_close(g->liveness);
     p2p_free_windows(g);
     p2p_heap_disconnect(g);
     p2p_heap_free(g, g->self.heap[g->rank]);
@@ -158,7 +179,9 @@ static epic_result p2p_join(epic_group **out, const epic_join *join)
 static bool may_write(const epic_group *g, int peer, const uint64_t *gone)
 {
     const bool is_here = p2p_same(g->peers[peer].process, g->peers[g->rank].process);
-    return peer != g->rank && !gone[peer] && !p2p_is_dead(g, peer) &&
+    const bool has_closed =
+        g->liveness && net_liveness_state(g->liveness, peer) == NET_PEER_CLOSED;
+    return peer != g->rank && !gone[peer] && !p2p_is_dead(g, peer) && !has_closed &&
            !p2p_has_released(g, peer) && (is_here || !p2p_is_vacant(g, peer));
 }
 
@@ -200,6 +223,13 @@ static void p2p_leave(epic_group *g)
     if (device >= 0) (void)cudaSetDevice(device);
 }
 
+/* Implements epic_backend.forget, like hosts_forget(). */
+static void p2p_forget(epic_group *g)
+{
+    net_liveness_forget(g->liveness);
+    g->liveness = NULL;
+}
+
 /* Implements epic_backend.memory: computes the memory of a context before it is opened. */
 static void p2p_memory(const epic_config *config, epic_memory_info *out)
 {
@@ -213,8 +243,10 @@ static void p2p_memory(const epic_config *config, epic_memory_info *out)
 const epic_backend epic_backend_p2p = {
     .name = "p2p",
     .can_join = p2p_can_join,
+    .identify = p2p_identify,
     .join = p2p_join,
     .leave = p2p_leave,
+    .forget = p2p_forget,
     .memory = p2p_memory,
     .fetch = p2p_fetch,
     .allocate = p2p_allocate,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Backend p2p: GPUs of one host that can access each other's memory. Ranks are processes with
- * one GPU each, threads of one process with one GPU each, or several ranks that share a GPU.
+/* Backend p2p: GPUs of one host or of one NVLink domain (fabric.h) that can access each other's
+ * memory. Ranks are processes with one GPU each, threads of one process with one GPU each, or
+ * several ranks that share a GPU.
  * The backend `hosts` uses the same group and operations. A rank's *heap* is the device memory
  * into which its peers store rows and messages. */
 #ifndef EPIC_P2P_H
@@ -117,6 +118,8 @@ struct epic_group {
     p2p_mailbox mailbox;
     p2p_watch *watch;
     alive alive;       /* shows peers that this process is alive; not used in backend `hosts` */
+    struct net_liveness
+        *liveness;     /* NULL if p2p_spans_hosts() is false, and in backend hosts */
     p2p_beats *beats;  /* heartbeat that shows kernels that this process is running (beats.h) */
     hosts_part *hosts; /* NULL in backend p2p */
     cudaStream_t side; /* stream for copies that must work while a kernel runs */
@@ -259,6 +262,16 @@ void p2p_heap_free(epic_group *group, uint8_t *heap);
 static inline bool p2p_is_near(const epic_group *group, int peer)
 {
     return !HOSTS || p2p_same(group->peers[peer].host, group->peers[group->rank].host);
+}
+
+/* Returns whether ranks of other hosts store directly into this rank's heap. */
+static inline bool p2p_spans_hosts(const epic_group *group)
+{
+    for (int q = 0; q < group->num_ranks; q++)
+        if (p2p_is_near(group, q) &&
+            !p2p_same(group->peers[q].host, group->peers[group->rank].host))
+            return true;
+    return false;
 }
 
 /* Makes this rank's heap accessible to the ranks near it. Adds the heap to the list of this

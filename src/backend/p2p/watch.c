@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The watcher: a thread that detects when a peer's process dies, and sets the peer's bit in
- * host memory. Running kernels read this memory. The watcher also writes the heartbeat of this
- * process (beats.h), and is the thread that shows the peers that this process is alive
- * (base/alive.h). It makes no CUDA calls.
+ * host memory. Running kernels read this memory. Processes of other hosts have liveness
+ * connections (net/liveness.h), whose state the watcher reads at each beat. The watcher also
+ * writes the heartbeat of this process (beats.h), and is the thread that shows the peers that
+ * this process is alive (base/alive.h). It makes no CUDA calls.
  *
  * A page of memory (base/alive.h) shows the death of a process early, while kernels of the
  * process may still run. These kernels can store to staging, where this does no harm
@@ -21,6 +22,7 @@
 #include "base/error.h"
 #include "base/process.h"
 #include "base/thread.h"
+#include "net/liveness.h"
 
 #define ALIVE_PERIOD_MS 5 /* time between two reads of the peers' pages (base/alive.h) */
 
@@ -29,12 +31,14 @@ struct p2p_watch {
     epic_group *group;
     p2p_status *status;
     p2p_beats *beats;
+    const net_liveness *liveness; /* NULL: all peers are on this host */
     int end; /* eventfd; a write to it ends the thread; -1: there is no thread */
     int num_ranks;
     /* for each peer, a pidfd (Linux descriptor) of its process; -1 if the system has no pidfds:
      * the thread then checks the pid */
     int processes[DEVICE_MAX_RANKS];
-    /* for each peer, the pid of its process; 0 if the peer is dead or in this process */
+    /* for each peer, the pid of its process; 0 if the peer is dead, in this process or on another
+     * host */
     int64_t pids[DEVICE_MAX_RANKS];
     /* for each peer, the page that shows whether its process is alive, or NULL */
     const alive_page *pages[DEVICE_MAX_RANKS];
@@ -62,6 +66,13 @@ static int period_ms(const p2p_watch *w)
     return w->has_pages && beats_ms > ALIVE_PERIOD_MS ? ALIVE_PERIOD_MS : beats_ms;
 }
 
+/* Marks the peers of other hosts that have died. */
+static void check_hosts(p2p_watch *w)
+{
+    for (int q = 0; w->liveness && q < w->num_ranks; q++)
+        if (net_liveness_state(w->liveness, q) == NET_PEER_DEAD) p2p_mark_dead(w->status, q);
+}
+
 /* The main function of the watcher thread. It waits in poll() until a peer's process exits,
  * until the pages of the peers must be read or the next beat (increment of the heartbeat) is
  * due, or until p2p_watch_close() writes to the eventfd `end` to end the thread. */
@@ -81,6 +92,7 @@ static void *watch_processes(void *self)
         if ((got < 0 && errno != EINTR) || (got > 0 && signs[w->num_ranks].revents)) break;
         for (int q = 0; q < w->num_ranks; q++)
             if (w->pids[q] && has_died(w, q, got > 0 && signs[q].revents)) mark_dead(w, q);
+        check_hosts(w);
     }
     alive_unregister(&w->group->alive);
     p2p_beats_end(w->status);
@@ -110,9 +122,12 @@ epic_result p2p_watch_open(epic_group *g, const int *alive_fds)
     w->group = g;
     w->status = g->status;
     w->num_ranks = g->num_ranks;
+    w->liveness = g->liveness;
     for (int q = 0; q < g->num_ranks; q++) {
         w->processes[q] = -1;
-        if (same_process(&g->peers[q], &g->peers[g->rank])) continue;
+        if (same_process(&g->peers[q], &g->peers[g->rank]) ||
+            !p2p_same(g->peers[q].host, g->peers[g->rank].host))
+            continue;
         w->pids[q] = g->peers[q].pid;
         w->processes[q] = process_watch(w->pids[q]);
         w->pages[q] = alive_map(w->pids[q], alive_fds[q], g->self.group_id, q);

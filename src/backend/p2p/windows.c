@@ -415,6 +415,9 @@ epic_result p2p_add_window(epic_group *g, const epic_window_args *args, epic_win
         return epic_fail(EPIC_ENOTSUP,
                          "num_ranks is %d: must be at most %d for windows of backend p2p",
                          g->num_ranks, DEVICE_FEW_RANKS);
+    if (p2p_spans_hosts(g))
+        return epic_fail(EPIC_ENOTSUP, "ctx has ranks on several hosts: windows of backend p2p "
+                                       "must be on one host");
     if (g->vacant)
         return epic_fail(EPIC_ENOTSUP, "ctx: a group on GPUs that has lost ranks cannot have "
                                        "windows; open a new group");

@@ -80,13 +80,15 @@ static void open_in_thread(const epic_bootstrap *bootstrap, void *self)
 /* The parent must run no threads of the emulator before it forks. */
 static void test_leaks(bool threads)
 {
-    static const char *const kinds[] = {"ipc", "descriptor", "fabric"};
-    for (int i = 0; i < 3; i++) {
+    static const char *const kinds[] = {"ipc", "descriptor", "fabric", "" /* several hosts */};
+    for (int i = 0; i < 4; i++) {
         bool is_virtual = i > 0;
         setenv("EPIC_HEAP", kinds[i], 1);
+        setenv("EPIC_HOST", *kinds[i] ? "" : "%r", 1);
         if (!threads) run_processes(RANKS, repeat_open, &is_virtual, SECONDS);
         if (threads) run_threads(RANKS, open_in_thread, &is_virtual);
     }
+    unsetenv("EPIC_HOST");
     check_empty();
 }
 
@@ -208,6 +210,7 @@ int main(void)
 {
     fault faults[] = {DIES, CANNOT_OPEN_FILES};
     check_begin();
+    setenv("EMULATED_FABRIC", "7", 1);
     test_leaks(false);
     test_refusals();
     setenv("EPIC_HEAP", "descriptor", 1);

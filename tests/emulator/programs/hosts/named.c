@@ -1,7 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests which backend "gpu" selects: p2p on one host, hosts on several hosts.
+/* Tests which backend "gpu" selects: p2p on one host and in one NVLink domain, hosts on other
+ * hosts.
  *
- *   named RANKS WANTED      EPIC_HOST sets the hosts; prints an error and exits with 1 */
+ *   named RANKS WANTED [REASON]      EPIC_HOST sets the hosts; prints an error and exits with 1
+ *
+ * REASON: a part of the error of ranks that request p2p. */
+#include <cuda_runtime_api.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,12 +20,33 @@ static epic_config config_of(const char *backend)
         .max_tokens = 16, .max_row_bytes = 64, .num_ranks = 1, .backend = backend};
 }
 
+/* Uses a GPU of its own for each rank, if there are as many. */
+static void choose_gpu(int rank)
+{
+    int num_gpus;
+    CHECK(cudaGetDeviceCount(&num_gpus) == cudaSuccess &&
+          cudaSetDevice(rank % num_gpus) == cudaSuccess);
+}
+
+/* Windows of backend p2p are on one host. */
+static void check_windows(epic_context *ctx)
+{
+    epic_window_info window;
+    const epic_window_args args = {.bytes = 4096};
+    const bool is_p2p = strcmp(epic_backend_name(ctx), "p2p") == 0;
+    if (!is_p2p || epic_num_hosts(ctx) == 1) return;
+    CHECK(epic_window_alloc(ctx, &args, &window) == EPIC_ENOTSUP);
+    CHECK_SAY(strstr(epic_error(ctx), "ctx has ranks on several hosts: windows") != NULL, "%s",
+              epic_error(ctx));
+}
+
 /* Prints once why the ranks cannot open a group, and ends them. */
 static void open_as(const epic_bootstrap *bootstrap, const char *backend, const char *wanted)
 {
     epic_context *ctx;
     epic_config config = config_of(backend);
     config.num_ranks = (uint32_t)bootstrap->num_ranks;
+    choose_gpu(bootstrap->rank);
     if (epic_open(&ctx, bootstrap, &config) != EPIC_OK) {
         if (bootstrap->rank == 0) fprintf(stderr, "%s\n", epic_error(ctx));
         if (bootstrap->rank == 0) _exit(1);
@@ -29,6 +54,7 @@ static void open_as(const epic_bootstrap *bootstrap, const char *backend, const 
     }
     CHECK_SAY(strcmp(epic_backend_name(ctx), wanted) == 0, "rank %d took %s", bootstrap->rank,
               epic_backend_name(ctx));
+    check_windows(ctx);
     epic_close(ctx);
 }
 
@@ -44,15 +70,17 @@ static void ask_by_variable(const epic_bootstrap *bootstrap, void *wanted)
 
 /* p2p is for one host. A rank that requests it on several gets an error that names the
  * alternative. */
-static void ask_for_p2p(const epic_bootstrap *bootstrap, void *wanted)
+static void ask_for_p2p(const epic_bootstrap *bootstrap, void *reason)
 {
-    (void)wanted;
     epic_context *ctx;
     epic_config config = config_of("p2p");
     config.num_ranks = (uint32_t)bootstrap->num_ranks;
+    choose_gpu(bootstrap->rank);
     CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_ENOTSUP);
-    CHECK_SAY(strstr(epic_error(ctx), "different hosts: backend hosts, or gpu,") != NULL, "%s",
-              epic_error(ctx));
+    CHECK_SAY(strstr(epic_error(ctx), "different hosts") &&
+                  strstr(epic_error(ctx), ": backend hosts, or gpu,") &&
+                  strstr(epic_error(ctx), reason),
+              "%s", epic_error(ctx));
     epic_close(ctx);
 }
 
@@ -68,12 +96,13 @@ static void check_memory(void)
 
 int main(int argc, char **argv)
 {
-    if (argc != 3) return 2;
+    if (argc != 3 && argc != 4) return 2;
     const int ranks = atoi(argv[1]);
     check_begin();
     run_threads(ranks, ask_by_name, argv[2]);
     check_memory();
-    if (strcmp(argv[2], "hosts") == 0) run_threads(ranks, ask_for_p2p, NULL);
+    if (strcmp(argv[2], "hosts") == 0)
+        run_threads(ranks, ask_for_p2p, argc > 3 ? argv[3] : "different hosts:");
     setenv("EPIC_BACKEND", "gpu", 1);
     run_threads(ranks, ask_by_variable, argv[2]);
     return check_end();
