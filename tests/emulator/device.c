@@ -46,7 +46,7 @@ int num_devices(void)
 
 int num_sms(void)
 {
-    return number_of("EMULATED_SMS", 132, 256);
+    return number_of("EMULATED_SMS", 132, 512);
 }
 
 int current_device(void)
