@@ -4,11 +4,11 @@
 The stubs have the names that epic.vllm uses, and nothing else. tests/vllm tests it in vLLM itself.
 """
 
-import atexit
 import importlib
 import inspect
 import logging
 import os
+import re
 import signal
 import time
 from types import SimpleNamespace
@@ -118,8 +118,7 @@ def check_exchange(rank: int, tp_size: int, dtype: torch.dtype, case: str) -> No
         limit = 1e-6 if dtype == torch.float32 else 0.03
         if x.shape[0]:
             assert (output.double() - wanted).abs().max() <= limit * wanted.abs().max()
-    opened.group.close()
-    workers.OPEN.clear()
+    workers.close_workers()
     remove_stubs()
 
 
@@ -159,8 +158,7 @@ def check_capacity(rank: int) -> None:
         prepare(tokens=5, announced=5)
     rows = prepare(tokens=4, announced=4)[0]  # the group is still usable
     assert rows.shape[0] == (4 * ranks if rank == 0 else 0)
-    opened.group.close()
-    workers.OPEN.clear()
+    workers.close_workers()
     remove_stubs()
 
 
@@ -224,8 +222,7 @@ def check_static(rank: int, case: str) -> None:
         )
         assert scales is None and rows.dtype == x.dtype
         assert not rows[int(counts.sum()) :].any()
-    opened.group.close()
-    workers.OPEN.clear()
+    workers.close_workers()
     remove_stubs()
 
 
@@ -235,39 +232,52 @@ def test_static(world: World, case: str) -> None:
     world.run(check_static, case)
 
 
-def check_watch(rank: int) -> None:
-    """Let the last rank end its group, and check that the thread of the others ends the worker."""
+def check_watch(rank: int, case: str) -> None:
+    """Let the last rank fail while no operation runs, and check which processes get SIGTERM.
+
+    case: "stopped" (its process), "aborted" (its group) or "closed", which is no failure.
+    """
     install_stubs(TpGroup(rank, 1), SimpleNamespace(dp_metadata=None))
     workers: Any = import_fresh()[1]
+    workers.WATCH_SECONDS = 0.05
     ranks = dist.get_world_size()
-    opened = workers.open_workers(moe_config(ranks, 1, HIDDEN, max_tokens=4), 60000)
-    workers.WATCH_SECONDS = 0.01
     ended: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
-    opened.start_watching()
-    time.sleep(0.1)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    workers.logger.addHandler(handler)
+    timeout_ms = 1000 if case == "stopped" else 60000
+    opened = workers.open_workers(moe_config(ranks, 1, HIDDEN, max_tokens=4), timeout_ms)
+    dist.barrier()
+    time.sleep(0.2)
     assert not ended and opened.thread.is_alive()
     dist.barrier()
-    if rank == ranks - 1:
-        opened.stop_watching()
+    if case == "stopped" and rank == 0:
+        os.kill(opened.places[-1].process, signal.SIGSTOP)
+    elif case == "aborted" and rank == ranks - 1:
         opened.group.abort("the test ends this rank")
-    else:
-        opened.thread.join(30)
-        assert not opened.thread.is_alive()
+    elif case == "closed" and rank == ranks - 1:
+        opened.stop_watching()
     end = time.monotonic() + 30
-    while rank < ranks - 1 and not ended and time.monotonic() < end:
-        time.sleep(0.01)  # the handler runs in this thread
-    assert len(ended) == (rank < ranks - 1)
+    while opened.thread.is_alive() and not ended and time.monotonic() < end:
+        time.sleep(0.01)  # the handler of SIGTERM runs in this thread
+    if case == "stopped" and rank == 0:
+        os.kill(opened.places[-1].process, signal.SIGCONT)
+    opened.stop_watching()
+    assert len(ended) == (case != "closed"), lines
+    if case == "stopped" and rank < ranks - 1:
+        assert re.search(f"EPIC_ETIMEOUT.*waited 1000 ms for rank {ranks - 1}", lines[0]), lines
+    workers.logger.removeHandler(handler)
     signal.signal(signal.SIGTERM, before)
-    atexit.unregister(opened.stop_watching)
-    opened.group.close()
-    workers.OPEN.clear()
+    workers.close_workers()
     remove_stubs()
 
 
-def test_watch(world: World) -> None:
-    """Check that a failure ends a worker whose calls do not report it, as on GPUs."""
-    world.run(check_watch)
+@pytest.mark.parametrize("case", ["stopped", "aborted", "closed"])
+def test_watch(world: World, case: str) -> None:
+    """Check that a failure ends a worker that is in no operation of EPIC."""
+    world.run(check_watch, case)
 
 
 def check_form(rank: int) -> None:
@@ -326,9 +336,8 @@ def check_layer(rank: int) -> None:
     off.method = SimpleNamespace()
     assert off._get_quant_method("", None, moe) is off.method and not off.uses_epic
     assert off.forward_modular("x", None, None) == ("vllm", "x")
-    (opened,) = workers.OPEN.values()
-    opened.group.close()
-    workers.OPEN.clear()
+    assert len(workers.OPEN) == 1
+    workers.close_workers()
     remove_stubs()
 
 
@@ -356,8 +365,7 @@ def check_alias(rank: int) -> None:
     output.copy_(rows * (rank + 1))
     layer.finalize(output, output, weights, local, False, NoOp())
     torch.testing.assert_close(output, x * (ids + 1))
-    opened.group.close()
-    workers.OPEN.clear()
+    workers.close_workers()
     remove_stubs()
 
 
@@ -440,7 +448,8 @@ def check_names(rank: int) -> None:
     ranks = dist.get_world_size()
     moe = moe_config(ranks, 1, HIDDEN, max_tokens=4)
     opened = workers.open_workers(moe, 60000)
-    processes = [place.rpartition(" ")[2] for place in opened.places]
+    opened.stop_watching()  # its thread would log the error, too
+    processes = [place.process for place in opened.places]
     if rank == ranks - 1:
         opened.group.abort("the test ends this rank")
     else:
@@ -455,9 +464,8 @@ def check_names(rank: int) -> None:
         workers.logger.removeHandler(handler)
         assert len(lines) == 1 and "the test ends this rank" in lines[0], lines
         assert all(f"process {process}" in lines[0] for process in processes), lines
-        assert str(os.getpid()) in processes
-    opened.group.close()
-    workers.OPEN.clear()
+        assert os.getpid() in processes
+    workers.close_workers()
     remove_stubs()
 
 
@@ -493,8 +501,7 @@ def check_slow(rank: int, slow: int) -> None:
     assert len(lines) == (1 if speaks else 0), lines
     if speaks:
         assert f"rank {slow} of {ranks} ({opened.places[slow]}) holds the others up" in lines[0]
-    opened.group.close()
-    workers.OPEN.clear()
+    workers.close_workers()
     remove_stubs()
 
 

@@ -21,6 +21,8 @@ from vllm import LLM, SamplingParams
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.worker import cpu_worker  # noqa: F401
 
+from epic.vllm.workers import close_workers
+
 NEW_TOKENS = 12
 LIMIT = 280  # time limit of one run in seconds
 
@@ -138,6 +140,7 @@ def run_forked(job: Job, rank: int, port: int, out: Path) -> None:
     """Run a rank and end the process; the body of a fork."""
     os.setpgid(0, 0)
     run_rank(job, rank, port, out)
+    close_workers()
     os._exit(0)  # threads of vLLM may wait for other ranks
 
 

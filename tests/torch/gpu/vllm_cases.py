@@ -45,7 +45,7 @@ def make_exchange(group: Group, hidden: int, dtype: torch.dtype) -> Any:
         in_dtype=dtype,
         moe_parallel_config=parallel,
     )
-    places = [f"process {os.getpid()}"] * ranks
+    places = [workers.Place("", os.getpid())] * ranks
     return exchange.EpicPrepareAndFinalize(moe, workers.Workers(group, places))
 
 

@@ -4,13 +4,14 @@
 import atexit
 import logging
 import os
+import select
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,19 @@ import epic.torch
 logger = logging.getLogger("vllm.epic")
 
 REPORT_SECONDS = 10.0  # shortest time between two looks for a slow rank
-WATCH_SECONDS = 0.5  # time between two looks for a failure on GPUs
+WATCH_SECONDS = 0.5  # longest time between two looks for a failure
+GRACE_SECONDS = 2.0  # time for the end of a worker after a failure
 SLOW_SHARE = 0.2  # a rank is slow if another one waits for it this part of the time
+
+
+class Place(NamedTuple):
+    """Where a rank runs."""
+
+    host: str
+    process: int
+
+    def __str__(self) -> str:
+        return f"{self.host}, process {self.process}"
 
 
 class Workers:
@@ -31,15 +43,21 @@ class Workers:
 
     Args:
         group: The open group.
-        places: Host and process number of each rank, for example "node1, process 4711".
+        places: The place of each rank.
+        barriers: A group of the same ranks for the barriers of watch(); None: there are none.
     """
 
-    def __init__(self, group: epic.torch.Group, places: list[str]) -> None:
+    def __init__(
+        self, group: epic.torch.Group, places: list[Place], barriers: epic.torch.Group | None = None
+    ) -> None:
         self.group = group
         self.places = places
+        self.barriers = barriers
         self.looked_at = time.monotonic()  # time of the last look for a slow rank
         self.waits = group.waits()  # the waits at that time
-        self.stops = threading.Event()  # set by stop_watching()
+        self.thread: threading.Thread | None = None
+        self.closes = threading.Event()  # set by stop_watching()
+        self.alarms: list[int] = []  # an eventfd of stop_watching(), and pidfds of other ranks
 
     def report_slow_rank(self) -> None:
         """Log one line if one rank has held the others up since the last look.
@@ -66,6 +84,18 @@ class Workers:
                 passed,
             )
 
+    def log_failure(self, error: epic.torch.EpicError) -> None:
+        """Log an error of EPIC, and where all ranks run."""
+        where = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(self.places))
+        logger.error(
+            "EPIC: expert-parallel rank %d of %d (%s) cannot go on: %s. The ranks are: %s.",
+            self.group.rank,
+            self.group.num_ranks,
+            self.places[self.group.rank],
+            str(error).rstrip("."),
+            where,
+        )
+
     @contextmanager
     def named_in_errors(self) -> Iterator[None]:
         """Log where all ranks run if EPIC raises an error in the `with` block.
@@ -76,48 +106,114 @@ class Workers:
         try:
             yield
         except epic.torch.EpicError as error:
-            where = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(self.places))
-            logger.error(
-                "EPIC: expert-parallel rank %d of %d (%s) cannot go on: %s. The ranks are: %s.",
-                self.group.rank,
-                self.group.num_ranks,
-                self.places[self.group.rank],
-                str(error).rstrip("."),
-                where,
-            )
+            self.log_failure(error)
             raise
 
     def watch(self) -> None:
-        """Look for failures and slow ranks until stop_watching() is called; the body of a thread.
+        """Look for failures until a rank calls stop_watching(); the body of a thread.
 
-        It is for GPUs. There an operation fails after its call has returned, and the replay of a
-        CUDA graph calls no function of EPIC. After a failure the thread ends the worker by SIGTERM.
-        vLLM then ends the server.
+        A rank that waits inside an operation of EPIC on CPUs notices a failure by itself. But a
+        rank may also wait in a collective of vLLM, or for requests. On GPUs an operation fails
+        after its call has returned.
         """
         if self.group.device.type == "cuda":
             torch.cuda.set_device(self.group.device)  # else the calls would use GPU 0, too
-        while not self.stops.wait(WATCH_SECONDS):
-            try:
-                with self.named_in_errors():
-                    self.group.check()
+        poll = select.poll()
+        for alarm in self.alarms:
+            poll.register(alarm, select.POLLIN)
+        try:
+            while not self.run_barrier():
+                self.group.check()
+                if self.group.on_gpu:
                     self.report_slow_rank()
-            except epic.torch.EpicError:
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
+                self.nap(poll)
+        except epic.torch.EpicError as error:
+            if not self.closes.is_set():
+                self.log_failure(error)
+                self.end_process()
+
+    def run_barrier(self) -> bool:
+        """Run a barrier with the threads of all ranks; return whether a rank closes.
+
+        Raises:
+            EpicError: A rank has ended, or its thread has not run for timeout_ms.
+        """
+        closes = self.closes.is_set()
+        if self.barriers is None:
+            return closes
+        own = torch.tensor([float(closes)], dtype=torch.float32, device="cpu")
+        return epic.torch.sum(self.barriers, own).item() > 0
+
+    def nap(self, poll: select.poll) -> None:
+        """Sleep for WATCH_SECONDS, or until `poll` finds an alarm that it has not found before."""
+        for descriptor, _ in poll.poll(1000 * WATCH_SECONDS):
+            poll.unregister(descriptor)
+
+    def end_process(self) -> None:
+        """End this worker, also if its main thread waits in a collective. vLLM ends the server."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not self.closes.wait(GRACE_SECONDS):
+            os._exit(1)
 
     def start_watching(self) -> None:
         """Start the thread of watch(). It ends before the process closes the group."""
+        own = self.places[self.group.rank]
+        self.alarms = [os.eventfd(0, os.EFD_CLOEXEC)]
+        for place in self.places:
+            if place.host == own.host and place != own:
+                with suppress(OSError):  # the process is in another PID namespace
+                    self.alarms.append(os.pidfd_open(place.process))
         self.thread = threading.Thread(target=self.watch, name="epic-watch", daemon=True)
         self.thread.start()
         atexit.register(self.stop_watching)  # runs before the function that closes all groups
 
     def stop_watching(self) -> None:
         """End the thread of watch(), and wait for its end."""
-        self.stops.set()
-        self.thread.join()
+        atexit.unregister(self.stop_watching)
+        self.closes.set()
+        if self.thread is not None:
+            os.eventfd_write(self.alarms[0], 1)
+            self.thread.join()
+            self.thread = None
+        while self.alarms:
+            os.close(self.alarms.pop())
 
 
 OPEN: dict[Any, Workers] = {}  # by hidden size, type of the rows, top-k, and process group
+
+
+def open_group(moe: Any, timeout_ms: int, process_group: Any) -> epic.torch.Group:
+    """Open the group for the layers of one size."""
+    return epic.torch.Group(
+        process_group,
+        max_tokens=moe.max_num_tokens,
+        max_row_bytes=moe.hidden_dim * moe.in_dtype.itemsize,
+        max_top_k=moe.experts_per_token,
+        timeout_ms=timeout_ms,
+        name="vllm",
+        device="cpu" if current_platform.is_cpu() else f"cuda:{torch.cuda.current_device()}",
+    )
+
+
+def open_barriers(group: epic.torch.Group, timeout_ms: int, process_group: Any) -> Any:
+    """Open the group for the barriers of watch(). Return None if the process has one already.
+
+    It is a group on CPUs. With GPUs of several hosts the result is None, too, because there the
+    backend for GPUs itself notices that a rank has ended, and there may be no MPI.
+    """
+    if OPEN or (group.on_gpu and group.num_hosts > 1):
+        return None
+    return epic.torch.Group(
+        process_group, max_tokens=1, max_row_bytes=16, max_top_k=1, timeout_ms=timeout_ms,
+        name="vllm-watch", device="cpu",
+    )  # fmt: skip
+
+
+def find_places(group: epic.torch.Group, process_group: Any) -> list[Place]:
+    """Return the place of each rank."""
+    places = [Place("", 0)] * group.num_ranks
+    dist.all_gather_object(places, Place(socket.gethostname(), os.getpid()), group=process_group)
+    return places
 
 
 def open_workers(moe: Any, timeout_ms: int) -> Workers:
@@ -136,27 +232,28 @@ def open_workers(moe: Any, timeout_ms: int) -> Workers:
     process_group = get_ep_group().cpu_group
     key = (moe.hidden_dim, moe.in_dtype, moe.experts_per_token, process_group)
     if key not in OPEN:
-        group = epic.torch.Group(
-            process_group,
-            max_tokens=moe.max_num_tokens,
-            max_row_bytes=moe.hidden_dim * moe.in_dtype.itemsize,
-            max_top_k=moe.experts_per_token,
-            timeout_ms=timeout_ms,
-            name="vllm",
-            device="cpu" if current_platform.is_cpu() else f"cuda:{torch.cuda.current_device()}",
-        )
-        places: list[str] = [""] * group.num_ranks
-        own = f"{socket.gethostname()}, process {os.getpid()}"
-        dist.all_gather_object(places, own, group=process_group)
-        OPEN[key] = Workers(group, places)
-        if group.on_gpu:
-            OPEN[key].start_watching()
+        group = open_group(moe, timeout_ms, process_group)
+        barriers = open_barriers(group, timeout_ms, process_group)
+        opened = Workers(group, find_places(group, process_group), barriers)
+        OPEN[key] = opened
+        if barriers is not None or group.on_gpu:
+            opened.start_watching()
         logger.info(
             "EPIC: expert-parallel rank %d of %d is %s; backend %s, %d host(s)",
             group.rank,
             group.num_ranks,
-            own,
+            opened.places[group.rank],
             group.backend,
             group.num_hosts,
         )
     return OPEN[key]
+
+
+def close_workers() -> None:
+    """Close all groups. A program with vLLM need not call it, because its end closes them."""
+    for opened in OPEN.values():
+        opened.stop_watching()
+        opened.group.close()
+        if opened.barriers is not None:
+            opened.barriers.close()
+    OPEN.clear()
