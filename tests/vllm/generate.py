@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._inductor import cpu_vec_isa
 from vllm import LLM, SamplingParams
+from vllm.model_executor.models import registry
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.worker import cpu_worker  # noqa: F401
 
@@ -25,6 +27,10 @@ from epic.vllm.workers import close_workers
 
 NEW_TOKENS = 12
 LIMIT = 280  # time limit of one run in seconds
+
+# What every rank would do again, and what would import torch or vLLM in a process of its own.
+cpu_vec_isa.pick_vec_isa()
+registry._run_in_subprocess = lambda function: function()
 
 
 class Job(NamedTuple):
@@ -80,6 +86,7 @@ def log_probabilities(tokens: Any, found: Any) -> list[float]:
 
 def generate_rank(job: Job, rank: int) -> list[Result]:
     """Return the results of the prompts of a rank."""
+    torch._dynamo.config.disable = not job.compiled  # vLLM compiles some functions in any case
     llm: Any = LLM(
         str(job.model),
         dtype=job.dtype,
@@ -119,11 +126,16 @@ def generate_rank(job: Job, rank: int) -> list[Result]:
     return found
 
 
+def write_log(log: Path) -> None:
+    """Let this process write its output to a file."""
+    with log.open("w") as file:
+        for number in {1, 2, sys.stdout.fileno(), sys.stderr.fileno()}:  # pytest has replaced both
+            os.dup2(file.fileno(), number)
+
+
 def run_rank(job: Job, rank: int, port: int, out: Path) -> None:
     """Write the results of a rank as JSON, and its log next to them."""
-    with out.with_suffix(".log").open("w") as log:
-        for number in {1, 2, sys.stdout.fileno(), sys.stderr.fileno()}:  # pytest has replaced both
-            os.dup2(log.fileno(), number)
+    write_log(out.with_suffix(".log"))
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -13,7 +13,7 @@ WORDS = 256
 SIZES: dict[str, Any] = {
     "vocab_size": WORDS,
     "hidden_size": 128,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Tests epic.vllm on BUILD/lib inside vLLM, in an environment with the packages of requirements.txt.
 # Prints what it leaves out because it cannot be installed.
-# usage: run.sh BUILD [pytest arguments]; in the environment
-#   EPIC_VLLM_ALL=1  runs all combinations of models, ranks and compilation
+# usage: run.sh BUILD [pytest arguments]
 set -eu
 cd "$(dirname "$0")/../.."
 build=$(cd "$1" && pwd)
@@ -27,8 +26,5 @@ fi
 export EPIC_LIBRARY_PATH="$build/lib" PYTHONPATH="$PWD/bindings/python:$build/vllm-entry"
 export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CACHE_ROOT="$build/vllm-cache"
-selection=--each-value
-[ -z "${EPIC_VLLM_ALL-}" ] || selection=
-PYTHONPATH="$PYTHONPATH:tests/jax"
-# shellcheck disable=SC2086
-exec "$venv/bin/python" -m pytest -q -p selection $selection tests/vllm "$@"
+export TORCHINDUCTOR_CACHE_DIR="$build/vllm-cache/inductor"
+exec "$venv/bin/python" -m pytest -q --durations=10 tests/vllm "$@"

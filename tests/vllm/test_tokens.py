@@ -2,7 +2,6 @@
 """Compares what several ranks generate with one process, and one process with transformers."""
 
 import os
-import random
 import shutil
 from pathlib import Path
 from statistics import fmean
@@ -12,58 +11,13 @@ import pytest
 import torch
 import transformers
 
-from generate import Job, Result, generate, generate_over_mpi
-from models import write_model
+from generate import Job, Result, generate_over_mpi
+from runs import Runs, make_prompts
 
 NAMES = ["qwen3", "mixtral", "deepseek"]
 LAYOUTS = pytest.mark.parametrize(
     ("dp", "tp"), [(2, 1), (1, 2), (2, 2)], ids=["dp2", "tp2", "dp2-tp2"]
 )
-
-
-def make_prompts() -> list[list[int]]:
-    """Return prompts of several lengths; two have more tokens than a step."""
-    draw = random.Random(1)
-    return [[draw.randrange(3, 256) for _ in range(n)] for n in (5, 80, 17, 40, 3, 120)]
-
-
-class Runs:
-    """Runs jobs, and keeps their results.
-
-    Args:
-        folder: A folder for the models and for the files of the ranks.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.kept: dict[Job, list[Result]] = {}
-
-    def model(self, name: str) -> Path:
-        """Return the folder of a model, and write the model first if it is missing."""
-        folder = self.folder / name
-        if not folder.exists():
-            write_model(name, folder)
-        return folder
-
-    def results(
-        self, name: str, dp: int, tp: int, dtype: str = "float32", compiled: bool = False
-    ) -> list[Result]:
-        """Return what is generated for make_prompts()."""
-        prompts = tuple(map(tuple, make_prompts()))
-        job = Job(self.model(name), dp, tp, dtype, compiled, prompts)
-        if job not in self.kept:
-            files = self.folder / f"run-{len(self.kept)}"
-            files.mkdir()
-            self.kept[job], logs = generate(job, files)
-            is_used = "EPIC: expert-parallel rank 0 of" in logs
-            assert is_used == (dp * tp > 1), "EPIC must be on if there are several ranks"
-        return self.kept[job]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Return the runs of all tests."""
-    return Runs(tmp_path_factory.mktemp("vllm"))
 
 
 def distances(one: list[float], other: list[float]) -> list[float]:
