@@ -148,11 +148,17 @@ def measure(rank: int, args: argparse.Namespace, port: int) -> None:
                 choose(one_times) / choose(other_times) for choose in (statistics.median, min)
             ]
             print(f"{what + ', ratio':22}{ratios[0]:9.2f}{ratios[1]:10.2f}")
+            if what == "exchange":
+                assert ratios[0] <= args.at_most, f"{ratios[0]:.2f} is more than {args.at_most}"
     dist.barrier()
 
 
-def main() -> None:
-    """Run the ranks."""
+def main(words: list[str] | None = None) -> None:
+    """Run the ranks.
+
+    Args:
+        words: The arguments of the program; None: those of the process.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (
         ("ranks", 2), ("tokens", 16), ("hidden", 1024), ("inner", 512), ("experts", 32),
@@ -161,7 +167,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     is_amx = torch.cpu._is_amx_tile_supported()
     parser.add_argument("--isa", default="amx" if is_amx else "vec", help="of vLLM's experts")
-    args = parser.parse_args()
+    text = "fail if the ratio of the medians of the exchange is larger"
+    parser.add_argument("--at-most", type=float, default=float("inf"), help=text)
+    args = parser.parse_args(words)
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
         port = made.getsockname()[1]

@@ -23,7 +23,7 @@ if ! cmp -s $wanted "$venv/pins"; then
 fi
 
 "$venv/bin/python" tests/vllm/entry_point.py "$build/vllm-entry"
-export EPIC_LIBRARY_PATH="$build/lib" PYTHONPATH="$PWD/bindings/python:$build/vllm-entry"
+export EPIC_LIBRARY_PATH="$build/lib" PYTHONPATH="$PWD/bindings/python:$build/vllm-entry:$PWD/bench"
 export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CACHE_ROOT="$build/vllm-cache"
 export TORCHINDUCTOR_CACHE_DIR="$build/vllm-cache/inductor"
