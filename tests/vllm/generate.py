@@ -24,6 +24,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.worker import cpu_worker  # noqa: F401
 
 from epic.vllm.workers import close_workers
+from hosts import ADDRESSES, ENVIRONMENT, Hosts
 
 NEW_TOKENS = 12
 LIMIT = 280  # time limit of one run in seconds
@@ -133,7 +134,7 @@ def write_log(log: Path) -> None:
             os.dup2(file.fileno(), number)
 
 
-def run_rank(job: Job, rank: int, port: int, out: Path) -> None:
+def run_rank(job: Job, rank: int, address: str, port: int, out: Path) -> None:
     """Write the results of a rank as JSON, and its log next to them."""
     write_log(out.with_suffix(".log"))
     os.environ |= {
@@ -144,14 +145,14 @@ def run_rank(job: Job, rank: int, port: int, out: Path) -> None:
     }
     # vLLM derives the name of its shared memory from this address, so it must be unique.
     launcher: Any = ExecutorWithExternalLauncher
-    launcher._distributed_args = lambda _: (f"tcp://127.0.0.1:{port}", rank, rank)
+    launcher._distributed_args = lambda _: (f"tcp://{address}:{port}", rank, rank)
     out.write_text(json.dumps(generate_rank(job, rank)))
 
 
 def run_forked(job: Job, rank: int, port: int, out: Path) -> None:
     """Run a rank and end the process; the body of a fork."""
     os.setpgid(0, 0)
-    run_rank(job, rank, port, out)
+    run_rank(job, rank, "127.0.0.1", port, out)
     close_workers()
     os._exit(0)  # threads of vLLM may wait for other ranks
 
@@ -187,15 +188,12 @@ def generate(job: Job, folder: Path) -> tuple[list[Result], str]:
     return collect(job, outs, codes)
 
 
-def generate_over_mpi(job: Job, folder: Path) -> tuple[list[Result], str]:
-    """Return what generate() returns, of ranks that Open MPI starts as if each were a host."""
+def generate_on_hosts(job: Job, folder: Path, hosts: Hosts) -> tuple[list[Result], str]:
+    """Return what generate() returns, of two ranks that Open MPI starts on two hosts."""
     outs = [folder / f"{rank}.json" for rank in range(job.ranks)]
-    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(job.ranks)]
-    passed = json.dumps([[str(job.model), *job[1:]], free_port(), str(folder)])
-    run = subprocess.run(
-        [*words, sys.executable, __file__, passed], env=os.environ | {"EPIC_HOST": "%r"},
-        timeout=LIMIT, check=False,
-    )  # fmt: skip
+    passed = json.dumps([[str(job.model), *job[1:]], ADDRESSES[0], free_port(), str(folder)])
+    words = [*hosts.mpirun(), sys.executable, __file__, passed]
+    run = subprocess.run(words, env=os.environ | ENVIRONMENT, timeout=LIMIT, check=False)
     return collect(job, outs, [run.returncode])
 
 
@@ -211,9 +209,9 @@ def collect(job: Job, outs: list[Path], codes: list[int | None]) -> tuple[list[R
 
 def main() -> None:
     """Run the rank that Open MPI has started."""
-    (model, *others), port, folder = json.loads(sys.argv[1])
+    (model, *others), address, port, folder = json.loads(sys.argv[1])
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-    run_rank(Job(Path(model), *others), rank, port, Path(folder) / f"{rank}.json")
+    run_rank(Job(Path(model), *others), rank, address, port, Path(folder) / f"{rank}.json")
 
 
 if __name__ == "__main__":

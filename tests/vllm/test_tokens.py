@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares what several ranks generate with one process, and one process with transformers."""
 
-import os
-import shutil
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -11,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from generate import Job, Result, generate_over_mpi
+from generate import Result
 from runs import Runs, make_prompts
 
 NAMES = ["qwen3", "mixtral", "deepseek"]
@@ -66,21 +63,3 @@ def test_bfloat16(runs: Runs, name: str, dp: int, tp: int) -> None:
     one = prompt_logs(runs.results(name, 1, 1, "bfloat16"))
     ranks = prompt_logs(runs.results(name, dp, tp, "bfloat16"))
     assert fmean(distances(ranks, exact)) < 1.25 * fmean(distances(one, exact))
-
-
-def has_mpi() -> bool:
-    """Return whether Open MPI and EPIC's backend for it are installed."""
-    library = Path(os.environ["EPIC_LIBRARY_PATH"]) / "libepic_mpi.so"
-    return library.exists() and shutil.which("mpirun") is not None
-
-
-@pytest.mark.skipif(not has_mpi(), reason="there is no mpirun, or no libepic_mpi.so")
-def test_two_hosts(runs: Runs, tmp_path: Path) -> None:
-    """Check two data-parallel ranks that act as two hosts, over MPI."""
-    prompts = tuple(map(tuple, make_prompts()))
-    job = Job(runs.model("qwen3"), 2, 1, "float32", False, prompts)
-    found, logs = generate_over_mpi(job, tmp_path)
-    assert "backend mpi, 2 host(s)" in logs
-    for one, other in zip(found, runs.results("qwen3", 1, 1), strict=True):
-        assert one.tokens == other.tokens
-        assert max(distances(one.prompt_logs, other.prompt_logs)) < 1e-4
