@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -235,7 +236,8 @@ def test_static(world: World, case: str) -> None:
 def check_watch(rank: int, case: str) -> None:
     """Let the last rank fail while no operation runs, and check which processes get SIGTERM.
 
-    case: "stopped" (its process), "aborted" (its group) or "closed", which is no failure.
+    case: "stopped" (its process), "aborted" (its group), "cut" (its connections with other hosts)
+    or "closed", which is no failure.
     """
     install_stubs(TpGroup(rank, 1), SimpleNamespace(dp_metadata=None))
     workers: Any = import_fresh()[1]
@@ -247,8 +249,11 @@ def check_watch(rank: int, case: str) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     workers.logger.addHandler(handler)
-    timeout_ms = 1000 if case == "stopped" else 60000
-    opened = workers.open_workers(moe_config(ranks, 1, HIDDEN, max_tokens=4), timeout_ms)
+    timeout_ms = 1000 if case in ("stopped", "cut") else 60000
+    host = f"node{rank // 2}" if case == "cut" else "node"  # in "cut" two ranks are on each host
+    with patch.object(workers.socket, "gethostname", lambda: host):
+        opened = workers.open_workers(moe_config(ranks, 1, HIDDEN, max_tokens=4), timeout_ms)
+    assert len(opened.connections) == (2 if case == "cut" else 0)
     dist.barrier()
     time.sleep(0.2)
     assert not ended and opened.thread.is_alive()
@@ -257,10 +262,13 @@ def check_watch(rank: int, case: str) -> None:
         os.kill(opened.places[-1].process, signal.SIGSTOP)
     elif case == "aborted" and rank == ranks - 1:
         opened.group.abort("the test ends this rank")
+    elif case == "cut" and rank == ranks - 1:
+        for connection in opened.connections.values():
+            connection.shutdown(socket.SHUT_RDWR)
     elif case == "closed" and rank == ranks - 1:
         opened.stop_watching()
     end = time.monotonic() + 30
-    while opened.thread.is_alive() and not ended and time.monotonic() < end:
+    while opened.thread and opened.thread.is_alive() and not ended and time.monotonic() < end:
         time.sleep(0.01)  # the handler of SIGTERM runs in this thread
     if case == "stopped" and rank == 0:
         os.kill(opened.places[-1].process, signal.SIGCONT)
@@ -268,13 +276,15 @@ def check_watch(rank: int, case: str) -> None:
     assert len(ended) == (case != "closed"), lines
     if case == "stopped" and rank < ranks - 1:
         assert re.search(f"EPIC_ETIMEOUT.*waited 1000 ms for rank {ranks - 1}", lines[0]), lines
+    if case == "cut" and rank < ranks // 2:
+        assert f"EPIC_EPEER: the process of rank {ranks - 1} has ended" in lines[0], lines
     workers.logger.removeHandler(handler)
     signal.signal(signal.SIGTERM, before)
     workers.close_workers()
     remove_stubs()
 
 
-@pytest.mark.parametrize("case", ["stopped", "aborted", "closed"])
+@pytest.mark.parametrize("case", ["stopped", "aborted", "cut", "closed"])
 def test_watch(world: World, case: str) -> None:
     """Check that a failure ends a worker that is in no operation of EPIC."""
     world.run(check_watch, case)

@@ -218,30 +218,14 @@ async def fail_during_requests(server: Server, rank: int, number: signal.Signals
     return time.monotonic() - begin
 
 
-def epic_error(server: Server, error: str) -> str:
-    """Return a pattern of the line in which rank 0 names rank 1 and its host.
-
-    Args:
-        server: The server.
-        error: A pattern of the error.
-    """
-    host, process = server.place(1)
-    return (
-        rf"EPIC: expert-parallel rank 0 of 2 .* cannot go on: .*{error}.*"
-        rf"rank 1: {host}, process {process}"
-    )
-
-
-def check_end(server: Server, number: signal.Signals, limit: float, patterns: list[str]) -> None:
-    """Let the worker of rank 1 fail, and check how the server ends.
-
-    No process and no shared memory may be left.
+def check_end(server: Server, number: signal.Signals, limit: float, error: str) -> None:
+    """Let the worker of rank 1 fail, and check how the server ends. No process may be left.
 
     Args:
         server: A server that runs.
         number: The signal for the worker.
         limit: Longest time to the end of the server in seconds.
-        patterns: Patterns of lines that the log must contain.
+        error: A pattern of the error with which rank 0 names rank 1 and its host.
     """
     seconds = asyncio.run(fail_during_requests(server, 1, number))
     assert not server.is_running(), f"the server still runs\n{server.text()}"
@@ -250,8 +234,17 @@ def check_end(server: Server, number: signal.Signals, limit: float, patterns: li
     while server.members() and time.monotonic() < end:
         time.sleep(0.2)
     assert not server.members()
-    for pattern in patterns:
-        assert re.search(pattern, server.text()), f"{pattern} is missing\n{server.text()}"
+    host, process = server.place(1)
+    line = (
+        rf"EPIC: expert-parallel rank 0 of 2 .* cannot go on: .*{error}.*"
+        rf"rank 1: {host}, process {process}"
+    )
+    assert re.search(line, server.text()), f"{line} is missing\n{server.text()}"
+
+
+def check_shm(server: Server) -> None:
+    """Check that the server has left no shared memory."""
+    end = time.monotonic() + END
     left = shm_names() - server.shm_before
     while left & shm_names() and time.monotonic() < end:
         time.sleep(0.2)  # programs that run at the same time remove their names later

@@ -13,7 +13,7 @@ from server import (
     Server,
     check_answers,
     check_end,
-    epic_error,
+    check_shm,
     fork_server,
     options,
     ready,
@@ -45,11 +45,12 @@ def test_requests_and_kill(tmp_path: Path) -> None:
             for i in which
         ]
         check_answers(server, requests, [one[i] for i in which])
-        check_end(server, signal.SIGKILL, END, [epic_error(server, "EPIC_EPEER.*rank 1")])
+        check_end(server, signal.SIGKILL, END, "EPIC_EPEER.*rank 1")
+        check_shm(server)
 
 
 def test_stop(tmp_path: Path) -> None:
     """Check that a stopped worker ends the server after timeout_ms."""
     with ready(start(tmp_path, 10_000)) as server:
-        error = epic_error(server, "EPIC_ETIMEOUT.*rank 1")
-        check_end(server, signal.SIGSTOP, 10 + END, [error])
+        check_end(server, signal.SIGSTOP, 10 + END, "EPIC_ETIMEOUT.*rank 1")
+        check_shm(server)

@@ -19,6 +19,7 @@ from vllm.distributed import get_ep_group
 from vllm.platforms import current_platform
 
 import epic.torch
+from epic.vllm.connections import connect_hosts
 
 logger = logging.getLogger("vllm.epic")
 
@@ -57,6 +58,7 @@ class Workers:
         self.waits = group.waits()  # the waits at that time
         self.thread: threading.Thread | None = None
         self.closes = threading.Event()  # set by stop_watching()
+        self.connections: dict[int, socket.socket] = {}  # by rank, of other hosts
         self.alarms: list[int] = []  # an eventfd of stop_watching(), and pidfds of other ranks
 
     def report_slow_rank(self) -> None:
@@ -119,8 +121,9 @@ class Workers:
         if self.group.device.type == "cuda":
             torch.cuda.set_device(self.group.device)  # else the calls would use GPU 0, too
         poll = select.poll()
-        for alarm in self.alarms:
-            poll.register(alarm, select.POLLIN)
+        sockets = [connection.fileno() for connection in self.connections.values()]
+        for descriptor in self.alarms + sockets:
+            poll.register(descriptor, select.POLLIN)
         try:
             while not self.run_barrier():
                 self.group.check()
@@ -145,9 +148,18 @@ class Workers:
         return epic.torch.sum(self.barriers, own).item() > 0
 
     def nap(self, poll: select.poll) -> None:
-        """Sleep for WATCH_SECONDS, or until `poll` finds an alarm that it has not found before."""
+        """Sleep for WATCH_SECONDS, or until `poll` finds an alarm that it has not found before.
+
+        Raises:
+            EpicError: A rank of another host has ended.
+        """
+        ranks = {connection.fileno(): rank for rank, connection in self.connections.items()}
         for descriptor, _ in poll.poll(1000 * WATCH_SECONDS):
             poll.unregister(descriptor)
+            if descriptor in ranks:
+                raise epic.torch.EpicError(
+                    "EPIC_EPEER", f"the process of rank {ranks[descriptor]} has ended"
+                )
 
     def end_process(self) -> None:
         """End this worker, also if its main thread waits in a collective. vLLM ends the server."""
@@ -177,6 +189,8 @@ class Workers:
             self.thread = None
         while self.alarms:
             os.close(self.alarms.pop())
+        while self.connections:
+            self.connections.popitem()[1].close()
 
 
 OPEN: dict[Any, Workers] = {}  # by hidden size, type of the rows, top-k, and process group
@@ -236,6 +250,9 @@ def open_workers(moe: Any, timeout_ms: int) -> Workers:
         barriers = open_barriers(group, timeout_ms, process_group)
         opened = Workers(group, find_places(group, process_group), barriers)
         OPEN[key] = opened
+        if barriers is not None:
+            hosts = [place.host for place in opened.places]
+            opened.connections = connect_hosts(group.rank, hosts, process_group)
         if barriers is not None or group.on_gpu:
             opened.start_watching()
         logger.info(
