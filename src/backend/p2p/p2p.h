@@ -117,7 +117,7 @@ struct epic_group {
     uint32_t vacant;
     p2p_mailbox mailbox;
     p2p_watch *watch;
-    alive alive;       /* shows peers that this process is alive; not used in backend `hosts` */
+    alive alive; /* shows peers that this process is alive; not used in backend `hosts` */
     struct net_liveness
         *liveness;     /* NULL if p2p_spans_hosts() is false, and in backend hosts */
     p2p_beats *beats;  /* heartbeat that shows kernels that this process is running (beats.h) */
