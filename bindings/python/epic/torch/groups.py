@@ -311,8 +311,9 @@ class Group:
             group of this process only.
         name: Name of the group in error texts.
         backend: On GPUs "p2p" (one host or one NVLink domain), "hosts" (several), or "gpu", which
-            selects "p2p" if it can join all ranks and else "hosts". On CPUs "self", "threads", "shm" or "mpi". None:
-            the environment variable EPIC_BACKEND if it fits the device, else EPIC chooses.
+            selects "p2p" if it can join all ranks and else "hosts". On CPUs "self", "threads",
+            "shm" or "mpi". None: the environment variable EPIC_BACKEND if it fits the device, else
+            EPIC chooses.
         timeout_ms: Time limit of every wait for another rank, in ms. 0: 300,000.
         staging_bytes: On CPUs the bytes of staging memory, into which peers write rows. 0: EPIC
             chooses. -1: the smallest size that works; use it if most rows are stored into windows
