@@ -479,8 +479,8 @@ def open(
         timeout_ms: the time limit of every wait for another rank in ms; 0: 300,000.
         staging_bytes: the largest size of a rank's staging memory; 0: the size for full speed.
         backend: on GPUs "p2p" (one host or one NVLink domain), "hosts" (several), or "gpu" (p2p if
-            it can join all ranks, else hosts); None: the environment variable EPIC_BACKEND if it names a backend for
-            GPUs, else "gpu".  On CPUs None: the core chooses.
+            it can join all ranks, else hosts); None: the environment variable EPIC_BACKEND if it
+            names a backend for GPUs, else "gpu".  On CPUs None: the core chooses.
         max_sms: the largest number of SMs that a call uses on a GPU; 0: the core chooses.
         max_top_k: the largest top_k of the group's layers; 0: 64.  A smaller value saves
             memory, above all on GPUs.
