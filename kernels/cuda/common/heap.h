@@ -264,7 +264,9 @@ typedef struct p2p_control {
     uint32_t epoch; /* epoch of the last finished operation */
     /* The number of CTAs that have finished the running operation or round. In low-latency
      * kernels, this is instead the number of CTAs that have started (p2p) or the number of
-     * warps that have posted all their puts (hosts). It is 0 when the operation ends. */
+     * warps that have posted all their puts (hosts). After start_single_round()
+     * (combine/slots.cuh) it also is the number of CTAs that have started. It is 0 when the
+     * operation ends. */
     uint32_t done;
     /* Epoch of the next round. The CTA that finishes a round last sets this field, and the
      * other CTAs wait until it is set. */
@@ -273,8 +275,8 @@ typedef struct p2p_control {
     /* 1 if a thread of this rank has begun to report a failure in p2p_status. Only this thread
      * reports, so that all fields of p2p_status describe the same failure. */
     uint32_t claim;
-    /* Only in low-latency kernels: the number of CTAs that have stored their last result. The
-     * last of these CTAs sets the number to 0. */
+    /* Only in low-latency kernels and after start_single_round(): the number of CTAs that have
+     * stored their last result. The last of these CTAs sets the number to 0. */
     uint32_t ended;
     /* 1 while an operation of this rank is running */
     uint32_t running;

@@ -13,7 +13,8 @@
  *   work      Every data word is its own flag, so ranks need no other synchronization.
  *   finish    One warp waits for {n, signature} of every rank. The warp then executes a system
  *             fence if the last part of the operation reads what peers have announced. The CTA
- *             that finishes last stores the epoch.
+ *             that finishes last stores the epoch. (combine and combine_backward with one round
+ *             do not wait for the last CTA: combine/slots.cuh.)
  *
  * Many arrays have two halves, for even and odd epochs. Two halves are enough: a rank ends
  * epoch n only after all peers have announced n, and a peer announces n only after it has ended
