@@ -362,8 +362,9 @@ typedef struct epic_config {
                                measurement (epic_max_sms returns it).  All contexts of a
                                process on one GPU share the SMs of the GPU */
     const char *backend;    /* "gpu": "p2p" for GPUs of one host or one NVLink domain, "hosts"
-                               for other GPUs of several hosts.  NULL: the first CPU backend that connects the ranks:
-                               "self", "shm" or "threads", "mpi" */
+                               for GPUs of several hosts that are not in one domain.  NULL:
+                               the first of the CPU backends "self", "shm" or "threads", and
+                               "mpi" that connects the ranks */
     const char *name;       /* name of the group, for messages and epic-info; NULL: "epic" */
     void *native;           /* an MPI_Comm * whose ranks form the group, for backend mpi or
                                for epic_open without a bootstrap; borrowed for the call.

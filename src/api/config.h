@@ -30,8 +30,8 @@ const char *config_trace(void);
  * of a layer compare checksums of the weights that must be equal on all ranks. */
 bool config_checks_weights(void);
 
-/* Replaces "gpu" by "p2p" if is_near is true, and by "hosts" if not. is_near: all ranks are on
- * one host or in one NVLink domain. Returns any other name unchanged; name may be NULL. */
+/* Replaces "gpu" by "p2p" if is_near is true, and by "hosts" otherwise. is_near: true if all
+ * ranks are on one host or in one NVLink domain. Returns other names and NULL unchanged. */
 const char *backend_resolve_name(const char *name, bool is_near);
 
 /* Sets *on_device to true if contexts of backend `name` compute in device memory. Sets it to

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Opens and closes a context. epic_open runs three allgathers over all ranks: of the
- * configurations, of the chosen backends, and of the results of joining. If the ranks are on
- * several hosts, it may run one more, of the NVLink domains of their GPUs. After each allgather,
- * either all ranks return the same error, or all ranks continue. See
- * docs/internals/architecture.md. */
+ * configurations, of the chosen backends, and of the results of joining. If ranks on several
+ * hosts request the backend gpu or p2p, a fourth allgather exchanges the NVLink domains of
+ * their GPUs. After each allgather, either all ranks return the same error, or all ranks
+ * continue. See docs/internals/architecture.md. */
 #include "context/context.h"
 
 #include <stdio.h>
@@ -149,8 +149,8 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
     return hosts;
 }
 
-/* If the ranks are on several hosts and may use the backend p2p, gathers the NVLink domains of
- * their GPUs. All ranks have the same configuration, so all of them call gather. */
+/* If the ranks are on several hosts and request the backend gpu or p2p, gathers the NVLink
+ * domains of their GPUs. All ranks have the same configuration, so all or none call gather. */
 static epic_result gather_domains(const epic_context *ctx, const epic_bootstrap *bootstrap,
                                   rank_info *mine, rank_info *all, epic_peer *peers)
 {

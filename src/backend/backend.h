@@ -26,9 +26,9 @@ struct epic_ops;       /* defined in backend/ops.h */
 /* One rank's state in a group. Each backend defines its own struct. */
 typedef struct epic_group epic_group;
 
-/* Whether ranks of other hosts can map the memory of a rank's GPU over NVLink. */
+/* The values of epic_peer.fabric: whether ranks of other hosts can map a rank's GPU memory. */
 typedef enum peer_fabric {
-    PEER_FABRIC_NONE,        /* the GPU is in no NVLink domain, or EPIC_HEAP forbids its use */
+    PEER_FABRIC_NONE,        /* the GPU is in no NVLink domain, or EPIC_HEAP excludes fabric */
     PEER_FABRIC_UNSUPPORTED, /* the GPU or its driver has no fabric handles */
     PEER_FABRIC_REFUSED, /* CUDA creates no fabric handle, for example without IMEX channel */
     PEER_FABRIC_READY    /* ranks of the same NVLink domain can map its memory */
@@ -49,9 +49,9 @@ typedef struct epic_peer {
      * share the library's global tables. The value is random and not the library's address,
      * because an address would reveal where the library is loaded (ASLR). */
     uint64_t library;
-    /* The NVLink domain of the rank's GPU: two GPUs are in one domain if both fields are equal.
-     * Valid if `fabric` (a peer_fabric) is not PEER_FABRIC_NONE. Set only if the ranks are on
-     * several hosts and request the backend gpu or p2p. */
+    /* The NVLink domain of the rank's GPU: two GPUs are in one domain if `cluster` and `clique`
+     * are equal. The two are valid if `fabric` (a peer_fabric) is not PEER_FABRIC_NONE. Set
+     * only if the ranks are on several hosts and request the backend gpu or p2p. */
     unsigned char cluster[16];
     uint32_t clique;
     uint32_t fabric;
@@ -88,8 +88,8 @@ typedef struct epic_backend {
     bool (*can_join)(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why);
 
-    /* Sets the fields `cluster`, `clique` and `fabric` of this rank, for the current device.
-     * NULL: the backend uses no NVLink domains. */
+    /* Sets mine->cluster, mine->clique and mine->fabric to the NVLink domain of the current
+     * device. NULL: the backend uses no NVLink domains. */
     void (*identify)(epic_peer *mine);
 
     /* Creates this rank's state in the group. Collective: all ranks call join. If join fails,

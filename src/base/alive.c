@@ -37,8 +37,8 @@ void alive_free(alive *a)
     *a = (alive){.fd = -1};
 }
 
-/* The GNU C library has registered a list of robust mutexes for every thread. The calling
- * thread uses none, so this function replaces the list. */
+/* Linux has one list of robust futexes per thread. The GNU C library has registered a list of
+ * robust mutexes. The calling thread uses none, so this function replaces the list. */
 void alive_register(alive *a)
 {
     if (!a->page) return;

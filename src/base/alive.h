@@ -4,8 +4,8 @@
  * When a process is killed, Linux frees its memory, then closes its files, and only then
  * reports its exit through a pidfd. If the process has used a GPU, this takes 60 to 190 ms
  * (docs/lab/cuda.md). But before all this, Linux marks the words that a thread of the process
- * has registered as its robust futexes. So a thread of the process registers such a word in
- * shared memory, and the other processes read the word. */
+ * has registered as its robust futexes. So a thread of the process registers a word in shared
+ * memory as a robust futex, and the other processes read this word. */
 #ifndef EPIC_ALIVE_H
 #define EPIC_ALIVE_H
 
@@ -14,22 +14,23 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The shared memory. The other processes map it read-only. */
+/* The shared memory, called the page of a rank. The other processes map it read-only. */
 typedef struct alive_page {
     uint64_t group_id;
     int64_t rank;
-    /* 0: no thread is registered; otherwise the id of the registered thread. When that thread
-     * ends, Linux sets the bit FUTEX_OWNER_DIED. */
+    /* 0: no thread is registered; otherwise the id of the registered thread. If that thread
+     * ends while it is registered, Linux replaces the id by FUTEX_OWNER_DIED. */
     uint32_t word;
 } alive_page;
 
-/* The owner's side. Must not be moved in memory while a thread is registered. */
+/* The state of the process that owns the page. The struct must stay at its address while a
+ * thread is registered. */
 typedef struct alive {
     alive_page *page; /* NULL: there is no page, and the functions below do nothing */
     int fd;           /* file descriptor of the page's memory, or -1 */
     struct robust_list entry;
     struct robust_list_head list;
-    /* the list of the C library, which alive_unregister() restores */
+    /* the C library's list of robust futexes, which alive_unregister() restores */
     struct robust_list_head *list_before;
     size_t list_bytes;
 } alive;
@@ -44,8 +45,8 @@ void alive_free(alive *a);
  * The thread must not lock a robust mutex (pthread_mutexattr_setrobust) while it is
  * registered. */
 void alive_register(alive *a);
-/* Called by the registered thread before it ends. Without this call, the other processes find
- * that the process is dead. */
+/* The registered thread calls this before it ends. If the thread ends without this call, the
+ * other processes take the process for dead. */
 void alive_unregister(alive *a);
 
 /* Maps the page of a rank of another process. fd: the value of alive.fd in that process.

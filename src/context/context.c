@@ -187,8 +187,8 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
 
 /* Combine can sum in two steps only on several hosts and without rank_of_expert (context.h).
  * Summing in two steps also needs relays (ranks that forward rows to the other ranks of their
- * host), which only device backends with a network have: ranks of an NVLink domain store
- * directly into each other's memory, also between hosts. */
+ * host), which only the device backends with a network have. In an NVLink domain, ranks of
+ * different hosts store directly into each other's memory, so there are no relays. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
 {
     return ctx->backend->ops && ctx->backend->describe_net && ctx->num_hosts > 1 &&

@@ -154,9 +154,9 @@ static void make_proposal(members *m)
 }
 
 /* Returns whether the leader need not wait for more promises: each seat has promised, is dead
- * or was given up on. Seats that were given up on do not count if the others are no quorum,
- * because several seats may give up on the same leader at the same time, and then also on each
- * other. */
+ * or was given up on. If the leader has given up on seats, the seats that have promised must
+ * also be a quorum. The reason: several seats may give up on the same leader at the same time,
+ * and then also on each other. */
 static bool has_gathered(const members *m, int64_t now)
 {
     seat_set known = m->came, heard;

@@ -5,8 +5,8 @@
  *
  * Hosts are numbered from 0. A group has the same number of ranks on every host. The index of a
  * rank on its host is its rail. The peers of a rank are the ranks with the same rail on all
- * other hosts, and the rank has one liveness connection to each peer. The backend `hosts`
- * treats every rank as a separate host, so in this backend all other ranks are peers.
+ * other hosts, and the rank has one liveness connection to each peer. The backends `hosts` and
+ * `p2p` treat every rank as a separate host, so in them all other ranks are peers.
  *
  * Each end sends one byte (a heartbeat) ten times a second, and reads from the operating system
  * (TCP_INFO) whether the peer's host has acknowledged the bytes. A host acknowledges bytes even
@@ -38,8 +38,8 @@ typedef struct net_liveness_setup {
     uint64_t group_id;
     /* name of the network interface to which peers connect; NULL: any interface that is up */
     const char *interface;
-    /* by host; true: the peer on that host is a rank of this process, so no connection to it is
-     * needed, and its state is always NET_PEER_ALIVE */
+    /* by host; true: no connection to the peer on that host is needed, and its state is always
+     * NET_PEER_ALIVE. The peer is a rank of this process or, in backend p2p, of this host. */
     bool is_in_process[NET_MAX_HOSTS];
 } net_liveness_setup;
 

@@ -17,7 +17,7 @@
  *
  * Environment variables: EMULATED_GPUS (1), EMULATED_SMS (132) per GPU, EMULATED_SEED of the
  * random choices; EMULATED_LATE (0), the largest number of milliseconds, below 1000, by which
- * some stores are late (fences.c); EMULATED_FABRIC and EMULATED_IMEX, the fabric (fabric.c);
+ * some stores are late (fences.c); EMULATED_FABRIC and EMULATED_IMEX, described in fabric.c;
  * CUDA_LAUNCH_BLOCKING has CUDA's meaning. */
 #ifndef EPIC_EMULATOR_H
 #define EPIC_EMULATOR_H
@@ -99,8 +99,8 @@ void emulator_die(const char *format, ...);
  */
 uint64_t emulator_bytes(bool host);
 
-/* Counts the allocations of cuMemCreate() that this process has created or imported and not
- * freed, and its reservations of addresses. */
+/* Counts the allocations of cuMemCreate() that this process has created or imported and has not
+ * released, and the ranges of addresses that it has reserved and has not freed. */
 void emulator_virtual(int *num_allocations, int *num_reservations);
 
 /* From now on allocations fail that would use more than `bytes` of the device's memory. 0: none

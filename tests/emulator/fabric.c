@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The fabric: NVLink between hosts. Ranks of a test choose their hosts with EPIC_HOST, and the
- * fabric connects all processes of this machine.
+/* Emulates the fabric: NVLink between hosts. A test assigns its ranks to hosts with EPIC_HOST,
+ * and the fabric connects all processes of this machine.
  *
- * EMULATED_FABRIC has a character for each device. The last character counts for all later
- * devices. A digit from 1 to 9 is the cluster of the device, and a letter from 'a' is the
- * cluster 1 with another clique. 0: the GPU is in no cluster. If the variable is not set, GPUs
- * have no fabric.
- * EMULATED_IMEX, in the same form: 1 (default): the process may create fabric handles; 0: it
- * has no IMEX channel; -: the driver has no fabric handles. */
+ * EMULATED_FABRIC has one character for each device. The last character is valid also for all
+ * later devices. A digit from 1 to 9 is the cluster of the device. A letter from 'a' on means
+ * cluster 1, with a clique for each letter. 0: the GPU is in no cluster. -, or if the variable
+ * is not set: NVML reports that the GPU does not support a fabric.
+ * EMULATED_IMEX has the same form. 1 (default): the process may create fabric handles. 0: the
+ * process has no IMEX channel. -: the driver does not support fabric handles. */
 #include <cuda.h>
 #include <stdio.h>
 #include <stdlib.h>

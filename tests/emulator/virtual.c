@@ -4,8 +4,8 @@
  * reservation cannot be read before cuMemSetAccess(), and the program ends if a kernel stores
  * rows into memory that its device cannot access.
  *
- * All reservations are in one range of addresses, the arena. So an array finds the mapping of
- * an address, also if a group has thousands of mappings. */
+ * All reservations are in one range of addresses, the arena. The array mapping_at has an entry
+ * for each granule of the arena, so the mapping of an address is found without a search. */
 #include <cuda.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -26,7 +26,7 @@ typedef struct allocation {
     int fd;
     size_t bytes;
     CUmemAllocationProp properties;
-    int count; /* handles and mappings; guarded by mutex, like `next` */
+    int count; /* number of handles and mappings; guarded by mutex, like `next` */
     struct allocation *next;
 } allocation;
 
@@ -45,10 +45,10 @@ typedef struct fabric {
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static allocation *allocations; /* guarded by mutex, like the fields below */
 static uint8_t *_Atomic arena;
-/* by granule of the arena; kernels read it */
+/* the mapping of each granule of the arena, or NULL; kernels read this array */
 static mapping *_Atomic mapping_at[ARENA_GRANULES];
-/* by granule of the arena: number of granules of the reservation that begins there, -1 in its
- * other granules, 0: not reserved */
+/* For each granule of the arena: if a reservation begins there, its number of granules; -1 in
+ * its other granules; 0 if the granule is not reserved. */
 static int32_t reserved[ARENA_GRANULES];
 static size_t last_end; /* granule after the last reservation */
 
@@ -166,8 +166,8 @@ static bool read_properties(int fd, CUmemAllocationProp *out)
     return true;
 }
 
-/* Returns a new handle for an allocation that this process has exported, so that thousands of
- * imports need only one descriptor. Returns NULL if there is none. */
+/* If this process has itself exported the allocation, adds a handle to it and returns it. So
+ * thousands of imports need only one descriptor. Otherwise returns NULL. */
 static allocation *find_own(const fabric *f)
 {
     if (f->pid != getpid()) return NULL;
@@ -232,9 +232,9 @@ static bool make_arena(void)
     return true;
 }
 
-/* Finds `count` granules that are not reserved, first after the last reservation, so that an
- * address is used again as late as possible. Returns ARENA_GRANULES if there are none. The
- * caller holds the mutex. */
+/* Returns the first of `count` consecutive granules that are not reserved, or ARENA_GRANULES if
+ * there are none. Searches after the last reservation first, so that an address is used again
+ * as late as possible. The caller holds the mutex. */
 static size_t find_granules(size_t count)
 {
     for (size_t turn = 0, begin = last_end; turn < 2; turn++, begin = 0) {

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     __shared__ PlanView plan;
     __shared__ Stride stride;
     const RowShape shape = row_shape<V>(job.row_bytes, job.aligned);
-    /* two other warps begin the operation at the same time */
+    /* a thread of the third warp, because the first two warps begin the operation meanwhile */
     if (threadIdx.x == 2 * WARP)
         stride.set_strides(job.total_warps, num_roles(job.self) + num_forward_roles(job.self),
                            (shape.pieces + job.span - 1) / job.span);

@@ -38,7 +38,7 @@
 
 #define BLOCK 384 /* threads per CTA; with this number, each thread can have 168 registers */
 #define WARPS (BLOCK / WARP)
-/* the thread that sets the strides while two other warps begin the operation */
+/* index of the thread that sets the strides while two other warps begin the operation */
 #define SETTER (2 * WARP)
 
 /* Zeroes all outputs. The CTA that finishes last calls it if the plan is invalid, or if the
@@ -50,8 +50,8 @@ static __device__ void clear_outputs(const CombineState &c)
                 BLOCK);
 }
 
-/* Sets the strides of the two lists of units. `pieces`: number of pieces of a row. Called by one
- * thread. */
+/* Sets the strides of the two lists of units. `pieces`: number of pieces of a row. Called by
+ * one thread. */
 static __device__ void set_strides(const p2p_combine_job &job, Stride &expert, Stride &source,
                                    int pieces)
 {

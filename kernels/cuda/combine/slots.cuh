@@ -26,8 +26,8 @@ template <class M> __device__ __forceinline__ float read_slot_weight(const M &m,
 }
 
 /* Returns whether all tokens fit into one round, so that the operation can end with
- * end_single_round(). In this case also counts this CTA as started. The result is equal in all
- * CTAs. Called by all threads of a CTA after read_plan_and_begin(). */
+ * end_single_round(). If they fit, also counts this CTA as started. All CTAs get the same
+ * result. Called by all threads of a CTA after read_plan_and_begin(). */
 __device__ __forceinline__ bool start_single_round(const OpState &op, const PlanView &plan,
                                                    const RowShape &shape)
 {
@@ -38,11 +38,11 @@ __device__ __forceinline__ bool start_single_round(const OpState &op, const Plan
     return true;
 }
 
-/* Ends an operation with one round. CTA 0 counts the operation as done when all peers have
- * announced it and all CTAs of this rank have started, because a CTA that starts later would
- * read the new epoch. So no CTA waits until its last stores are complete. Returns true if the
- * receive buffer of a rank has too few rows, and only in the CTA that calls this last. Called
- * by all threads of all CTAs, after their last store. */
+/* Ends an operation that has one round. CTA 0 stores the new epoch when all peers have
+ * announced the operation and all CTAs of this rank have started: a CTA that started later
+ * would read the new epoch. No CTA waits until its last stores are complete. Returns true only
+ * if the receive buffer of a rank has too few rows, and only in the CTA that calls this
+ * function last. Called by all threads of all CTAs, after their last store. */
 __device__ __forceinline__ bool end_single_round(OpState &op, const device_plan_header &h)
 {
     const p2p_self &self = *op.self;
@@ -64,10 +64,10 @@ __device__ __forceinline__ bool end_single_round(OpState &op, const device_plan_
 }
 
 /* Ends the operation. is_single: the result of start_single_round(), or false if it was not
- * called. `moves`: the plan is valid, so rows were moved. `ok`: false if the group has failed.
- * Returns true if the outputs must be zeroed, because the plan is invalid or the receive buffer
- * of a rank has too few rows, and only in the CTA that calls this last. Called by all threads
- * of all CTAs, after their last store. */
+ * called. `moves`: true if the plan is valid, so that rows were moved. `ok`: false if the group
+ * has failed. The outputs must be zeroed if the plan is invalid or the receive buffer of a rank
+ * has too few rows. In this case returns true in the CTA that calls this function last. Called
+ * by all threads of all CTAs, after their last store. */
 __device__ __forceinline__ bool end_rounds(OpState &op, const device_plan_header &h,
                                            bool is_single, bool moves, bool ok)
 {

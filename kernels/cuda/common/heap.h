@@ -54,10 +54,10 @@
 #define P2P_LOWLAT_OTHER_TOKENS 512
 /* calls of dispatch that quantize rows use this maximum in place of P2P_LOWLAT_TOKENS */
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192
-/* Combine uses its low-latency kernel for this many tokens, and for more tokens if each SM then
- * has at most P2P_LOWLAT_COMBINE_UNITS units of work (p2p/combine.c). A unit is
- * P2P_LOWLAT_UNIT_BYTES of a row of this rank or of a peer. The values are measured
- * (docs/lab/cuda.md). */
+/* Combine uses its low-latency kernel for up to P2P_LOWLAT_COMBINE_TOKENS tokens. It uses the
+ * kernel for more tokens if each SM then has at most P2P_LOWLAT_COMBINE_UNITS units of work
+ * (p2p/combine.c). A unit is P2P_LOWLAT_UNIT_BYTES bytes of the row of a token of any rank. The
+ * values were measured (docs/lab/cuda.md). */
 #define P2P_LOWLAT_COMBINE_TOKENS 96
 #define P2P_LOWLAT_COMBINE_UNITS 112
 #define P2P_LOWLAT_UNIT_BYTES 512
@@ -262,11 +262,11 @@ typedef struct p2p_waits {
  * own kernels read and write it. */
 typedef struct p2p_control {
     uint32_t epoch; /* epoch of the last finished operation */
-    /* The number of CTAs that have finished the running operation or round. In low-latency
-     * kernels, this is instead the number of CTAs that have started (p2p) or the number of
-     * warps that have posted all their puts (hosts). After start_single_round()
-     * (combine/slots.cuh) it also is the number of CTAs that have started. It is 0 when the
-     * operation ends. */
+    /* The number of CTAs that have finished the running operation or round. There are two
+     * exceptions. Low-latency kernels count the CTAs that have started (p2p) or the warps that
+     * have posted all their puts (hosts). Operations that call start_single_round()
+     * (combine/slots.cuh) and have one round count the CTAs that have started. The number is 0
+     * when the operation ends. */
     uint32_t done;
     /* Epoch of the next round. The CTA that finishes a round last sets this field, and the
      * other CTAs wait until it is set. */
@@ -275,7 +275,7 @@ typedef struct p2p_control {
     /* 1 if a thread of this rank has begun to report a failure in p2p_status. Only this thread
      * reports, so that all fields of p2p_status describe the same failure. */
     uint32_t claim;
-    /* Only in low-latency kernels and after start_single_round(): the number of CTAs that have
+    /* Only in low-latency kernels and in end_single_round(): the number of CTAs that have
      * stored their last result. The last of these CTAs sets the number to 0. */
     uint32_t ended;
     /* 1 while an operation of this rank is running */

@@ -16,8 +16,8 @@
  * its next generation begins (docs/internals/members.md).
  *
  * Every SPINS_PER_COUNT polls, a waiting warp of the first or last CTA also adds its waiting
- * time to counters (count_wait()), so that the host can find a slow rank. A wait with fewer polls adds nothing
- * and has no such cost. */
+ * time to counters (count_wait()), so that the host can find a slow rank. A wait with fewer
+ * polls adds nothing and has no such cost. */
 #ifndef EPIC_WAIT_CUH
 #define EPIC_WAIT_CUH
 
@@ -445,12 +445,12 @@ static __device__ __noinline__ void add_wait_time(const OpState &op, uint32_t pe
         add_and_copy(&time->alone, &copy->alone, age);
 }
 
-/* Returns the rank for which a wait for `peer` must be counted, or -1 if this rank is not known
- * or another CTA counts the wait. Only the first and the last CTA count, because their waits
- * are enough to find a slow rank. If all CTAs counted, plan + dispatch of 4,096 tokens would be
- * 5 % slower. If announcements are missing, returns a rank that delays one of them, because `peer` may itself
- * be waiting for this rank. Otherwise returns `peer`. Each lane checks the announcements of
- * different ranks. is_warp: true if a whole warp calls it. */
+/* Returns the rank for which a wait for `peer` must be counted. If announcements are missing,
+ * this is a rank that delays one of them, because `peer` may itself be waiting for that rank.
+ * Otherwise it is `peer`, which may be -1 (not known). Each lane checks the announcements of
+ * different ranks. is_warp: true if a whole warp calls the function. Returns -1 in all CTAs
+ * except the first and the last, whose waits are enough to find a slow rank. If all CTAs
+ * counted, plan + dispatch of 4,096 tokens would be 5 % slower. */
 static __device__ __noinline__ int rank_to_count(const OpState &op, int peer, bool is_warp)
 {
     int missing = -1;

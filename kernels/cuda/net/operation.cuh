@@ -13,8 +13,8 @@
  *   work      Every data word is its own flag, so ranks need no other synchronization.
  *   finish    One warp waits for {n, signature} of every rank. The warp then executes a system
  *             fence if the last part of the operation reads what peers have announced. The CTA
- *             that finishes last stores the epoch. (combine and combine_backward with one round
- *             do not wait for the last CTA: combine/slots.cuh.)
+ *             that finishes last stores the epoch. If combine or combine_backward has one
+ *             round, CTA 0 stores the epoch and waits for no other CTA (combine/slots.cuh).
  *
  * Many arrays have two halves, for even and odd epochs. Two halves are enough: a rank ends
  * epoch n only after all peers have announced n, and a peer announces n only after it has ended
@@ -138,7 +138,7 @@ __device__ __forceinline__ uint64_t read_net_broken(const p2p_self &self)
     return load_relaxed((const uint64_t *)(net_inbox(self) + self.at.broken));
 }
 
-/* Sets the fields of `op`, except the signature. Called by one warp. `tokens`, `capacity`,
+/* Sets all fields of `op` except the signature. Called by one warp. `tokens`, `capacity`,
  * `rows`: the sizes to announce (OpState). Returns false if the group has failed. */
 __device__ __forceinline__ bool open_operation(OpState &op, const p2p_self &self,
                                                int32_t tokens, int32_t capacity, int32_t rows)
@@ -169,16 +169,16 @@ __device__ __forceinline__ bool open_operation(OpState &op, const p2p_self &self
     return is_intact;
 }
 
-/* Returns the part of the signature of this operation (OpState) that is known on the device.
- * `mark`: a value that must be equal on all ranks, such as the id of a plan. */
+/* Returns the signature of this operation: the host's part, self.signature, combined with
+ * `mark`, a value that must be equal on all ranks, such as the id of a plan. */
 __device__ __forceinline__ uint32_t signature_with(const p2p_self &self, uint32_t mark)
 {
     return self.signature ^ (mark & 0x0fffffffu);
 }
 
-/* Announces the operation after open_operation(). Called by all threads of all CTAs. is_intact:
- * the result of open_operation() in the threads that have called it, and true in the others.
- * Returns false if the group has failed. */
+/* The second part of the begin of an operation, after open_operation(): announces the
+ * operation. Called by all threads of all CTAs. is_intact: in threads that have called
+ * open_operation() its result, in all others true. Returns false if the group has failed. */
 __device__ __forceinline__ bool start_operation(OpState &op, const p2p_self &self,
                                                 bool is_intact)
 {

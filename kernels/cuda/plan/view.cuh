@@ -233,8 +233,8 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
     __syncthreads();
 }
 
-/* Like read_plan() and then begin_operation(), but the words of both are loaded at the same
- * time. The id of the plan becomes a part of the signature. */
+/* Does the work of read_plan() and begin_operation() faster: the first warp reads the plan
+ * while the second warp reads the state of the group. The id of the plan is the `mark`. */
 static __device__ bool read_plan_and_begin(PlanView &view, OpState &op, const uint8_t *plan,
                                            int64_t plan_bytes, const p2p_self &self,
                                            int32_t num_tokens, int32_t num_rows)

@@ -11,8 +11,8 @@
  * values, because any process of the host may send to the socket. */
 typedef struct p2p_chunk_header {
     uint64_t group_id;
-    /* number of the exchange of messages in which the ranks add a window (windows.c); 0: the
-     * chunks are the heap */
+    /* If the message contains a window: number of the exchange of messages in which the ranks
+     * add the window (windows.c). 0: the message contains the heap of the sender. */
     uint64_t sequence;
     int32_t rank; /* the rank that has sent the message */
     uint32_t reserved;

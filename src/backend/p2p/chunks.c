@@ -155,7 +155,7 @@ void p2p_chunks_release(p2p_chunks *chunks)
     chunks->num = 0;
 }
 
-/* The number of a device is the same in the driver and in the runtime. */
+/* `device` is a number of the CUDA runtime. The driver uses the same numbers. */
 bool p2p_chunks_have_fabric(int device)
 {
     int supported = 0;
@@ -166,7 +166,7 @@ bool p2p_chunks_have_fabric(int device)
            supported;
 }
 
-/* Returns the error of cuMemCreate(). */
+/* Sets the error text for a failed cuMemCreate(), and returns the error. */
 static epic_result fail_create(CUresult error, size_t bytes, int device,
                                CUmemAllocationHandleType type)
 {
@@ -332,7 +332,7 @@ epic_result p2p_chunks_import(const p2p_exported_chunks *exported, p2p_chunks *o
     return EPIC_OK;
 }
 
-/* Lets a device read and write mapped chunks. */
+/* Lets the device `device` read and write the mapped chunks in [at, at + bytes). */
 static CUresult allow_device(CUdeviceptr at, size_t bytes, int device)
 {
     const CUmemAccessDesc access = {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Windows may use memory of CUDA's virtual memory API (cuMemCreate, cuMemMap). With this API, a
+/* Windows and heaps may be memory of CUDA's virtual memory API (cuMemCreate, cuMemMap). A
  * program reserves addresses and maps allocations at these addresses. Several allocations that
  * are mapped one after another look like one array. torch does this with expandable segments. A
  * *chunk* is the part of such an array that one cuMemMap() has mapped. */
@@ -29,7 +29,7 @@ typedef struct p2p_chunks {
     CUmemGenericAllocationHandle handles[P2P_MAX_CHUNKS];
 } p2p_chunks;
 
-/* The chunks of one rank's window, in a form that other processes can import. */
+/* The chunks of one rank's window or heap, in a form that other processes can import. */
 typedef struct p2p_exported_chunks {
     int32_t num, num_descriptors;
     /* File descriptors of the chunks whose type is CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, in
@@ -57,15 +57,16 @@ epic_result p2p_chunks_find(const uint8_t *data, int64_t bytes, p2p_chunks *out,
                             int64_t *offset);
 void p2p_chunks_release(p2p_chunks *chunks);
 
-/* Allocates at least `bytes` bytes of the device `device` as one chunk, which can be exported
- * as `type`. The caller releases the chunk with p2p_chunks_release(). Errors: EPIC_ENOMEM;
- * EPIC_ENOTSUP if CUDA cannot export memory of this device as `type`. */
+/* Allocates at least `bytes` bytes of memory of the device `device` as one chunk. The chunk can
+ * be exported as a handle of type `type`, and the caller releases it with p2p_chunks_release().
+ * Errors: EPIC_ENOMEM; EPIC_ENOTSUP if the device cannot allocate memory with such a handle. */
 epic_result p2p_chunks_create(int64_t bytes, int device, CUmemAllocationHandleType type,
                               p2p_chunks *out);
 /* Returns whether the device and its driver have fabric handles. p2p_chunks_create() can still
  * fail, because a fabric handle also needs an IMEX channel. */
 bool p2p_chunks_have_fabric(int device);
-/* Makes mapped chunks of this process accessible to another device. Errors: EPIC_ENOTSUP. */
+/* Lets the device `device` read and write chunks that this process has already mapped, in the
+ * range [at, at + bytes). Errors: EPIC_ENOTSUP. */
 epic_result p2p_chunks_allow(const void *at, size_t bytes, int device);
 /* Sets *device to the device of the chunk that contains `at`. This works even if the current
  * device cannot access this memory. Errors: EPIC_EDEVICE. */
@@ -76,8 +77,8 @@ epic_result p2p_chunk_device(const void *at, int *device);
 epic_result p2p_chunks_check(const p2p_chunks *chunks, const uint8_t *data, int64_t offset,
                              int device);
 
-/* Exports chunks for other processes. `data` is the address of the window or heap, which error
- * texts contain. The caller must close the descriptors with p2p_chunks_close(). Errors: EPIC_ENOTSUP
+/* Exports chunks for other processes. `data` is the address of the window or heap, for error
+ * texts. The caller must close the descriptors with p2p_chunks_close(). Errors: EPIC_ENOTSUP
  * if cuMemCreate() was called without a handle type that can be exported. */
 epic_result p2p_chunks_export(const p2p_chunks *chunks, const uint8_t *data,
                               p2p_exported_chunks *out);

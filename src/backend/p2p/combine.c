@@ -57,9 +57,9 @@ static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
     return EPIC_OK;
 }
 
-/* Returns the maximum number of tokens of this rank for which the low-latency kernel is used on
- * num_sms SMs. A token of any rank has one unit of work per P2P_LOWLAT_UNIT_BYTES of its
- * row. */
+/* Returns the maximum number of tokens of this rank for which combine uses its low-latency
+ * kernel on num_sms SMs. Assumes that all ranks have equally many tokens. Each token has one
+ * unit of work per P2P_LOWLAT_UNIT_BYTES bytes of its row. */
 static int32_t max_lowlat_tokens(const epic_group *g, int64_t row_bytes, int num_sms)
 {
     const int64_t pieces = (row_bytes + P2P_LOWLAT_UNIT_BYTES - 1) / P2P_LOWLAT_UNIT_BYTES;

@@ -10,8 +10,8 @@
 
 /* -------------------------------------------------------------------- the GPU's domain ---- */
 
-/* The part of NVML that this file uses. EPIC is built without nvml.h, and looks the functions up
- * by name, because a machine may have no NVML. */
+/* The part of NVML that this file uses. EPIC is built without nvml.h, and looks up the
+ * functions by name, because a machine may have no NVML. */
 enum { NVML_SUCCESS = 0, NVML_FABRIC_COMPLETED = 3 };
 
 typedef struct fabric_info { /* nvmlGpuFabricInfo_t */
@@ -52,8 +52,8 @@ static void find_functions(void)
     has_nvml = true;
 }
 
-/* Reads the domain of a GPU. Returns false if the GPU is in none: NVML reports the cluster 0 for
- * GPUs whose switches connect one host only. */
+/* Reads the NVLink domain of a GPU. Returns false if the GPU is in no domain. NVML reports the
+ * cluster 0 for GPUs whose NVLink switches connect only one host. */
 static bool read_domain(int device, epic_peer *out)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -76,7 +76,7 @@ static bool read_domain(int device, epic_peer *out)
     return true;
 }
 
-/* Tries to create memory with a fabric handle. */
+/* Tries to allocate memory with a fabric handle and to export the handle. */
 static peer_fabric try_handle(int device)
 {
     p2p_chunks chunks;
@@ -98,9 +98,9 @@ void p2p_identify(epic_peer *mine)
     (void)cudaGetLastError();
 }
 
-/* ------------------------------------------------------------------- which ranks can join ---- */
+/* ---------------------------------------------------------------- which ranks can join ---- */
 
-/* Writes why rank `rank` is not in one domain with rank 0. Writes "" if it is. */
+/* Writes to `to` why rank `rank` cannot be in one domain with rank 0. Writes "" if it can. */
 static void explain_domain(const epic_peer *peers, int rank, char *to, size_t size)
 {
     *to = 0;

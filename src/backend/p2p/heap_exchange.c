@@ -14,15 +14,17 @@
 
 typedef struct exchange {
     const p2p_heap_handle *handles;
-    /* [r]: true while this rank must send to rank r, or receive from it */
+    /* [r]: true while this rank must still send its descriptor to rank r, and true while it
+     * must still receive the descriptor of rank r */
     bool is_unsent[DEVICE_MAX_RANKS], is_unreceived[DEVICE_MAX_RANKS];
-    /* the first error and its text; a rank with an error still sends its descriptor */
+    /* The first error and its text. After an error this rank receives nothing more, but it
+     * still sends its descriptor, so that the other ranks do not wait for it. */
     epic_result result;
     char why[256];
 } exchange;
 
-/* Sends this rank's descriptor to the ranks to which it has not been sent, as far as the queues
- * of their sockets have room. */
+/* Sends this rank's descriptor to each rank to which it has not been sent yet. Skips a rank if
+ * the queue of its socket is full. */
 static epic_result send_descriptor(const epic_group *g, exchange *x)
 {
     const p2p_heap_memory *m = g->heap_memory;
@@ -48,8 +50,8 @@ static void set_result(exchange *x, epic_result result)
     if (result != EPIC_OK) epic_fit_text(x->why, sizeof x->why, epic_sentence());
 }
 
-/* Returns whether a peer has sent this message for this group. Any process of the host may send
- * to the socket. */
+/* Returns whether the message contains the heap of a peer of this group. This must be checked,
+ * because any process of the host may send to the socket. */
 static bool is_expected(const epic_group *g, const exchange *x, const p2p_chunk_header *header,
                         const p2p_exported_chunks *its, int64_t pid)
 {

@@ -29,8 +29,8 @@ bool p2p_heap_may_be_fabric(void)
     return !text || !*text || !strcmp(text, kind_names[P2P_HEAP_FABRIC]);
 }
 
-/* Sets *kind to the value of EPIC_HEAP. If it is not set, chooses P2P_HEAP_FABRIC if ranks of
- * other hosts map the heap, and P2P_HEAP_IPC if not. */
+/* Sets *kind to the value of EPIC_HEAP. If the variable is not set, chooses P2P_HEAP_FABRIC if
+ * ranks of other hosts map the heap, and P2P_HEAP_IPC otherwise. */
 static epic_result read_kind(const epic_group *g, p2p_heap_kind *kind)
 {
     const char *text = getenv("EPIC_HEAP");
@@ -61,7 +61,7 @@ static epic_result check_namespaces(const epic_group *g)
     return EPIC_OK;
 }
 
-/* ---------------------------------------------------------------------- this rank's heap ---- */
+/* -------------------------------------------------------------------- this rank's heap ---- */
 
 static epic_result allocate_chunk(epic_group *g, int64_t bytes, uint8_t **heap)
 {
@@ -140,7 +140,7 @@ void p2p_heap_close_sockets(epic_group *g)
     m->socket = -1;
 }
 
-/* ---------------------------------------------------------------------- heaps of others ---- */
+/* --------------------------------------------------------------- heaps of other ranks ---- */
 
 cudaError_t p2p_open_handle(void **memory, cudaIpcMemHandle_t handle)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Makes the heap of each rank accessible to the ranks near it. Ranks of different processes
- * send handles of their heaps through the bootstrap (heap_memory.h). Ranks of one process look
+/* Makes the heap of each rank accessible to the ranks near it (p2p_is_near()). Each rank sends
+ * a handle of its heap through the bootstrap (heap_memory.h). But ranks of one process look
  * up each other's addresses in a global list. They do not send addresses through the bootstrap,
  * because another program that can connect to the bootstrap could send a false address. */
 #include <pthread.h>
@@ -99,8 +99,8 @@ uint8_t *p2p_heap_find(uint64_t group_id, int rank)
     return heap;
 }
 
-/* Sets *device to the device of a heap of this process. `bytes` is 0 if the heap is memory of
- * cudaMalloc(). */
+/* Sets *device to the device of a heap of this process. `bytes`: size of the heap, or 0 if the
+ * heap is memory of cudaMalloc(). */
 static epic_result find_device(const uint8_t *heap, size_t bytes, int *device)
 {
     struct cudaPointerAttributes attributes;
@@ -111,8 +111,8 @@ static epic_result find_device(const uint8_t *heap, size_t bytes, int *device)
 }
 
 /* Sets g->self.heap[peer] to the heap of a rank of this process. If that heap is on another
- * device, enables access to that device from this rank's device. `bytes` is the size of the
- * heap if it is memory of cuMemCreate(), which needs access of its own. */
+ * device, lets this rank's device access it. `bytes`: as in find_device(). Memory of
+ * cuMemCreate() needs p2p_chunks_allow(), because peer access does not include it. */
 static epic_result connect_local_heap(epic_group *g, int peer, size_t bytes)
 {
     int can = 0, device = 0;
@@ -158,7 +158,7 @@ static epic_result check_handles(const epic_group *g, const p2p_heap_handle *han
     return EPIC_OK;
 }
 
-/* If two processes share a GPU, the GPU runs their kernels in time slices, which is slow but
+/* Processes may share a GPU. The GPU then runs their kernels in time slices, which is slow but
  * works. */
 epic_result p2p_heap_connect(epic_group *g, const p2p_heap_handle *handles)
 {
@@ -182,7 +182,7 @@ void p2p_heap_unmap(epic_group *group, int peer)
 void p2p_heap_disconnect(epic_group *group)
 {
     withdraw_here(group);
-    /* cuMemUnmap() does not wait for kernels */
+    /* cuMemUnmap() does not wait for kernels that use the memory */
     if (group->heap_kind != P2P_HEAP_IPC) (void)cudaDeviceSynchronize();
     for (int q = 0; q < group->num_ranks; q++) p2p_heap_unmap(group, q);
 }

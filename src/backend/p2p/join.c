@@ -20,7 +20,7 @@ typedef struct join_handle {
     int32_t alive_fd; /* alive.fd of this rank (base/alive.h) */
     p2p_heap_handle heap_handle;
     char sentence[256];
-    /* zeros if all ranks are on one host */
+    /* handle of net_liveness_listen(); zeros if all ranks are on one host */
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
 } join_handle;
 
@@ -48,8 +48,8 @@ static epic_result make_heap(epic_group *g)
     return p2p_heap_clear(g, heap);
 }
 
-/* Opens the connections that show the death of a rank of another host. The watcher thread sees
- * the ranks of this host by itself, so they need no connection. */
+/* Prepares the connections that show the death of ranks of other hosts; connect_liveness()
+ * opens them. Ranks of this host need none, because the watcher watches their processes. */
 static epic_result listen_for_liveness(epic_group *g, join_handle *mine)
 {
     net_liveness_setup setup = {.host = g->rank,
@@ -70,7 +70,7 @@ static epic_result connect_liveness(epic_group *g, const join_handle *handles)
     return net_liveness_connect(g->liveness, all);
 }
 
-/* Creates the parts of the group that need no peer: device, heap, kernels, handle. */
+/* Creates the parts of the group that need no peer: device, heap, kernels, and handles. */
 static epic_result make_own_part(epic_group *g, join_handle *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
@@ -109,8 +109,8 @@ static epic_result connect_peers(epic_group *g, const join_handle *handles)
         heaps[q] = handles[q].heap_handle;
         alive_fds[q] = handles[q].alive_fd;
     }
-    TRY(p2p_heap_connect(g,
-                         heaps)); /* first: other ranks wait for the descriptor of this rank */
+    /* This is the first step, because other ranks wait for the descriptor of this rank. */
+    TRY(p2p_heap_connect(g, heaps));
     TRY(p2p_budget_share(g, gpus));
     if (g->liveness) TRY(connect_liveness(g, handles));
     return p2p_watch_open(g, alive_fds);
@@ -223,7 +223,7 @@ static void p2p_leave(epic_group *g)
     if (device >= 0) (void)cudaSetDevice(device);
 }
 
-/* Implements epic_backend.forget, like hosts_forget(). */
+/* Implements epic_backend.forget: closes the liveness connections in a forked child. */
 static void p2p_forget(epic_group *g)
 {
     net_liveness_forget(g->liveness);

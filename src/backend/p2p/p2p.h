@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Backend p2p: GPUs of one host or of one NVLink domain (fabric.h) that can access each other's
  * memory. Ranks are processes with one GPU each, threads of one process with one GPU each, or
- * several ranks that share a GPU.
- * The backend `hosts` uses the same group and operations. A rank's *heap* is the device memory
- * into which its peers store rows and messages. */
+ * several ranks that share a GPU. The backend `hosts` uses the same group and operations. A
+ * rank's *heap* is the device memory into which its peers store rows and messages. */
 #ifndef EPIC_P2P_H
 #define EPIC_P2P_H
 
@@ -43,27 +42,27 @@ typedef struct p2p_hooks {
 
 struct p2p_windows; /* windows of the group, defined in windows.c */
 
-/* How the other processes of a group get access to the heap of a rank (EPIC_HEAP). */
+/* The memory of a heap and the handle with which other processes map it (EPIC_HEAP). */
 typedef enum p2p_heap_kind {
     P2P_HEAP_IPC,        /* memory of cudaMalloc(), for which CUDA makes an IPC handle */
     P2P_HEAP_DESCRIPTOR, /* memory of cuMemCreate(), for which CUDA makes a file descriptor */
     P2P_HEAP_FABRIC      /* memory of cuMemCreate(), for which CUDA makes a fabric handle */
 } p2p_heap_kind;
 
-/* Description of a heap, which a rank sends to all ranks through the bootstrap. */
+/* Description of a rank's heap, which the rank sends to all ranks through the bootstrap. */
 typedef struct p2p_heap_handle {
     uint32_t kind; /* p2p_heap_kind */
     uint32_t reserved;
     int64_t bytes; /* size of the memory of cuMemCreate(); 0 if the kind is P2P_HEAP_IPC */
-    /* cudaIpcMemHandle_t, CUmemFabricHandle, or the name of the socket to which the other ranks
-     * send their file descriptors */
+    /* by kind: a cudaIpcMemHandle_t, the name of the socket to which the other ranks send their
+     * file descriptors, or a CUmemFabricHandle */
     unsigned char handle[64];
 } p2p_heap_handle;
 
 /* Memory of another rank that is mapped in this process. */
 typedef struct p2p_mapping {
     void *at; /* NULL: nothing is mapped */
-    /* size of the mapped chunks; 0: cudaIpcOpenMemHandle() has mapped the memory */
+    /* size of the mapped memory of cuMemCreate(); 0: it was mapped by cudaIpcOpenMemHandle() */
     size_t bytes;
 } p2p_mapping;
 
@@ -109,7 +108,7 @@ struct epic_group {
     int ranks_here; /* number of ranks of the group that use this GPU */
     p2p_heap_kind heap_kind;
     struct p2p_heap_memory *heap_memory; /* NULL if heap_kind is P2P_HEAP_IPC */
-    /* [r]: the heap of rank r, if it belongs to another process and is mapped here */
+    /* [r]: the mapping of the heap of rank r, if rank r is in another process */
     p2p_mapping mappings[DEVICE_MAX_RANKS];
     /* number of the generation (the group between two changes of its members) */
     uint32_t generation;
@@ -117,9 +116,8 @@ struct epic_group {
     uint32_t vacant;
     p2p_mailbox mailbox;
     p2p_watch *watch;
-    alive alive; /* shows peers that this process is alive; not used in backend `hosts` */
-    struct net_liveness
-        *liveness;     /* NULL if p2p_spans_hosts() is false, and in backend hosts */
+    alive alive; /* shows the peers if this process dies; not used in backend `hosts` */
+    struct net_liveness *liveness; /* NULL if p2p_spans_hosts() is false, or in backend hosts */
     p2p_beats *beats;  /* heartbeat that shows kernels that this process is running (beats.h) */
     hosts_part *hosts; /* NULL in backend p2p */
     cudaStream_t side; /* stream for copies that must work while a kernel runs */
@@ -253,12 +251,13 @@ static inline bool p2p_is_culprit(uint32_t culprits, int rank)
 #endif
 }
 
-/* Allocates `bytes` bytes for this rank's heap, as EPIC_HEAP selects. p2p_heap_free() frees it
- * after all kernels of the device have ended. Errors: EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP. */
+/* Allocates `bytes` bytes for this rank's heap, as EPIC_HEAP selects. p2p_heap_free() waits for
+ * all kernels of the device and frees the heap. Errors: EPIC_EINVAL if EPIC_HEAP has an invalid
+ * value, EPIC_ENOMEM, EPIC_ENOTSUP, EPIC_EDEVICE. */
 epic_result p2p_heap_allocate(epic_group *group, int64_t bytes, uint8_t **heap);
 void p2p_heap_free(epic_group *group, uint8_t *heap);
 
-/* Returns whether this rank stores directly into the heap of rank `peer`. */
+/* Returns whether rank `peer` is near this rank: both store directly into each other's heap. */
 static inline bool p2p_is_near(const epic_group *group, int peer)
 {
     return !HOSTS || p2p_same(group->peers[peer].host, group->peers[group->rank].host);
@@ -274,8 +273,8 @@ static inline bool p2p_spans_hosts(const epic_group *group)
     return false;
 }
 
-/* Makes this rank's heap accessible to the ranks near it. Adds the heap to the list of this
- * process, and describes it in *handle for ranks of other processes. */
+/* Makes this rank's heap accessible to the ranks near it. Adds the heap to the list of heaps of
+ * this process, and describes the heap in *handle for ranks of other processes. */
 epic_result p2p_heap_export(epic_group *group, uint8_t *heap, p2p_heap_handle *handle);
 /* Sets group->self.heap[q] to the heap of rank q for each rank near this one. `handles`
  * [num_ranks] contains the handles of all ranks. If the heaps are exported as descriptors, all

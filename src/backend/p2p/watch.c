@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The watcher: a thread that detects when a peer's process dies, and sets the peer's bit in
- * host memory. Running kernels read this memory. Processes of other hosts have liveness
- * connections (net/liveness.h), whose state the watcher reads at each beat. The watcher also
- * writes the heartbeat of this process (beats.h), and is the thread that shows the peers that
- * this process is alive (base/alive.h). It makes no CUDA calls.
+ * host memory. Running kernels read this memory. The watcher detects the death of a process of
+ * another host by a liveness connection (net/liveness.h), whose state it reads at least at each
+ * beat. The watcher also writes the heartbeat of this process (beats.h), and registers itself
+ * as the thread whose end shows the peers that this process is dead. It makes no CUDA calls.
  *
- * A page of memory (base/alive.h) shows the death of a process early, while kernels of the
- * process may still run. These kernels can store to staging, where this does no harm
- * (members.c). But they can also store to the windows of this rank, which the caller may free
- * after the failure of the group. So in a group with windows, only the end of the exit, which a
- * pidfd shows, counts as death. */
+ * For each process there is a page of memory (base/alive.h), which shows the death of the
+ * process early, while its kernels may still run. These kernels can store to the staging of
+ * this rank, which does no harm (members.c). They can also store to its windows, which the
+ * caller may free after the failure of the group. So in a group with windows, a process counts
+ * as dead only when its pidfd shows that it has exited completely. */
 #include <errno.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -24,7 +24,7 @@
 #include "base/thread.h"
 #include "net/liveness.h"
 
-#define ALIVE_PERIOD_MS 5 /* time between two reads of the peers' pages (base/alive.h) */
+#define ALIVE_PERIOD_MS 5 /* longest time between two reads of the peers' pages */
 
 struct p2p_watch {
     pthread_t thread;
@@ -34,13 +34,13 @@ struct p2p_watch {
     const net_liveness *liveness; /* NULL: all peers are on this host */
     int end; /* eventfd; a write to it ends the thread; -1: there is no thread */
     int num_ranks;
-    /* for each peer, a pidfd (Linux descriptor) of its process; -1 if the system has no pidfds:
-     * the thread then checks the pid */
+    /* for each peer, a pidfd (Linux descriptor) of its process; -1 if pids[] is 0, or if the
+     * system has no pidfds: the thread then checks the pid */
     int processes[DEVICE_MAX_RANKS];
-    /* for each peer, the pid of its process; 0 if the peer is dead, in this process or on another
-     * host */
+    /* for each peer, the pid of its process; 0 if the peer is dead, in this process, or on
+     * another host */
     int64_t pids[DEVICE_MAX_RANKS];
-    /* for each peer, the page that shows whether its process is alive, or NULL */
+    /* for each peer, the page that shows if its process is dead, or NULL */
     const alive_page *pages[DEVICE_MAX_RANKS];
     bool has_pages; /* true if any element of `pages` is not NULL */
 };
@@ -59,14 +59,14 @@ static bool has_died(const p2p_watch *w, int q, bool is_ready)
     return (is_ready || w->processes[q] < 0) && process_ended(w->processes[q], w->pids[q]);
 }
 
-/* Returns for how long poll() may wait. */
+/* Returns the longest time in milliseconds that poll() may wait. */
 static int period_ms(const p2p_watch *w)
 {
     const int beats_ms = p2p_beats_ms(w->beats);
     return w->has_pages && beats_ms > ALIVE_PERIOD_MS ? ALIVE_PERIOD_MS : beats_ms;
 }
 
-/* Marks the peers of other hosts that have died. */
+/* Marks the peers of other hosts whose liveness connections show that they are dead. */
 static void check_hosts(p2p_watch *w)
 {
     for (int q = 0; w->liveness && q < w->num_ranks; q++)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests how heaps are allocated and exported (EPIC_HEAP): no group leaves descriptors, addresses
- * or memory behind, and if one rank cannot take part, all ranks return the same error at once. */
+/* Tests how heaps are allocated and exported (EPIC_HEAP). A closed group leaves no descriptors,
+ * reserved addresses or memory. If one rank cannot join, all ranks return before the deadline. */
 #include <cuda_runtime_api.h>
 #include <dirent.h>
 #include <fcntl.h>
@@ -77,7 +77,8 @@ static void open_in_thread(const epic_bootstrap *bootstrap, void *self)
     for (int i = 0; i < 2; i++) open_and_close(bootstrap, *is_virtual);
 }
 
-/* The parent must run no threads of the emulator before it forks. */
+/* Checks that groups leave nothing, in threads of this process or in processes. Must run with
+ * processes first, because this process must have no threads of the emulator when it forks. */
 static void test_leaks(bool threads)
 {
     static const char *const kinds[] = {"ipc", "descriptor", "fabric", "" /* several hosts */};
@@ -145,7 +146,7 @@ static void test_refusals(void)
 
 /* --------------------------------------------------------- faults while ranks connect ---- */
 
-/* What happens to rank 1 when it has received the handles of all ranks. */
+/* The fault of rank 1, which happens when rank 1 has received the handles of all ranks. */
 typedef enum fault { DIES, CANNOT_OPEN_FILES } fault;
 
 typedef struct seat {
@@ -172,7 +173,7 @@ static epic_result gather_with_fault(void *self, const void *mine, void *all, in
     seat *s = self;
     const int number = ++s->num_gathers;
     const bool is_faulty = s->inner->rank == 1;
-    /* the results of joining, which rank 1 cannot send */
+    /* This gather exchanges the results of joining. Rank 1 has exited and cannot take part. */
     if (s->fault == DIES && number > JOIN_GATHER) {
         static const char said[] = "rank 1 has ended before its heap was mapped";
         CHECK_SAY(memmem(mine, (size_t)bytes, said, sizeof said - 1) != NULL,

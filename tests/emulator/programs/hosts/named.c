@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests which backend "gpu" selects: p2p on one host and in one NVLink domain, hosts on other
- * hosts.
+/* Tests which backend "gpu" selects: p2p if all ranks are on one host or in one NVLink domain,
+ * and hosts otherwise.
  *
  *   named RANKS WANTED [REASON]      EPIC_HOST sets the hosts; prints an error and exits with 1
  *
- * REASON: a part of the error of ranks that request p2p. */
+ * REASON: a part of the error text that ranks get if they request p2p and WANTED is hosts. */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,7 +20,7 @@ static epic_config config_of(const char *backend)
         .max_tokens = 16, .max_row_bytes = 64, .num_ranks = 1, .backend = backend};
 }
 
-/* Uses a GPU of its own for each rank, if there are as many. */
+/* Selects the GPU of a rank. If there are as many GPUs as ranks, each rank has its own. */
 static void choose_gpu(int rank)
 {
     int num_gpus;
@@ -28,7 +28,7 @@ static void choose_gpu(int rank)
           cudaSetDevice(rank % num_gpus) == cudaSuccess);
 }
 
-/* Windows of backend p2p are on one host. */
+/* Checks that backend p2p refuses windows if the ranks are on several hosts. */
 static void check_windows(epic_context *ctx)
 {
     epic_window_info window;
@@ -68,8 +68,8 @@ static void ask_by_variable(const epic_bootstrap *bootstrap, void *wanted)
     open_as(bootstrap, NULL, wanted);
 }
 
-/* p2p is for one host. A rank that requests it on several gets an error that names the
- * alternative. */
+/* Checks the error of ranks that request p2p although they are on several hosts and not in one
+ * NVLink domain. The error names the alternative. */
 static void ask_for_p2p(const epic_bootstrap *bootstrap, void *reason)
 {
     epic_context *ctx;
