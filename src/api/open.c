@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Opens and closes a context. epic_open runs three allgathers over all ranks: of the
  * configurations, of the chosen backends, and of the results of joining. If ranks on several
- * hosts request the backend gpu or p2p, a fourth allgather exchanges the NVLink domains of
- * their GPUs. After each allgather, either all ranks return the same error, or all ranks
+ * hosts request the backend gpu or p2p, it runs one more after the first: of the NVLink domains
+ * of their GPUs. After each allgather, either all ranks return the same error, or all ranks
  * continue. See docs/internals/architecture.md. */
 #include "context/context.h"
 

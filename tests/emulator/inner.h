@@ -41,7 +41,7 @@ bool is_of_pool(const void *p);
 void add_mapping(void *memory, size_t bytes, int device);
 void remove_mapping(void *memory);
 
-/* fabric.c: returns CUDA_SUCCESS if memory of a device can have a fabric handle, else why. */
+/* fabric.c: returns CUDA_SUCCESS if the memory of a device can have a fabric handle. */
 CUresult check_fabric(int device);
 
 /* virtual.c: whether the device of this thread can read and write memory of cuMemCreate at this

@@ -29,7 +29,8 @@ from hosts import ADDRESSES, ENVIRONMENT, Hosts
 NEW_TOKENS = 12
 LIMIT = 280  # time limit of one run in seconds
 
-# What every rank would do again, and what would import torch or vLLM in a process of its own.
+# Every rank is a fork of this process. The first line does a slow check here, so that the ranks
+# need not repeat it. The second line prevents that vLLM starts a process that imports vLLM again.
 cpu_vec_isa.pick_vec_isa()
 registry._run_in_subprocess = lambda function: function()
 
@@ -128,7 +129,7 @@ def generate_rank(job: Job, rank: int) -> list[Result]:
 
 
 def write_log(log: Path) -> None:
-    """Let this process write its output to a file."""
+    """Redirect the output of this process to a file."""
     with log.open("w") as file:
         for number in {1, 2, sys.stdout.fileno(), sys.stderr.fileno()}:  # pytest has replaced both
             os.dup2(file.fileno(), number)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two hosts on one machine: network namespaces with an address and a host name of their own."""
+"""Two hosts on one machine. Each is a network namespace with its own address and host name."""
 
 import os
 import shutil
@@ -14,7 +14,8 @@ import psutil
 ADDRESSES = ("10.83.0.1", "10.83.0.2")
 NAMES = ("node0", "node1")
 INTERFACE = "net"
-# Environment of programs on both hosts. EPIC would find that they are one machine.
+# Environment of the programs on both hosts. Without EPIC_HOST, EPIC would find that they are on one
+# machine, and would not use MPI.
 ENVIRONMENT = {"EPIC_HOST": "%r", "GLOO_SOCKET_IFNAME": INTERFACE}
 START = 10.0  # time limit for the start of a process in seconds
 
@@ -25,10 +26,10 @@ def space_of(pid: int) -> int:
 
 
 class Hosts:
-    """The hosts, each held by a process that sleeps.
+    """The two hosts. The namespaces of a host exist as long as a sleeping process, its holder.
 
     Args:
-        holders: The processes of the hosts.
+        holders: The holder of each host.
         agent: A program that mpirun calls in place of ssh.
     """
 
@@ -37,19 +38,21 @@ class Hosts:
         self.agent = agent
 
     def enter(self, host: int, from_host: bool = False) -> list[str]:
-        """Return the words before a command that run it on a host.
+        """Return the words that must precede a command, so that it runs on a host.
 
         Args:
             host: 0 or 1.
-            from_host: Whether the command is called on one of the hosts. It then is in their user
-                namespace already.
+            from_host: Whether a program on one of the hosts calls the command. This program is
+                already in the user namespace of the hosts.
         """
         words = ["nsenter", "--target", str(self.holders[host].pid), "--net", "--uts"]
         is_inside = from_host or os.geteuid() == 0
         return words if is_inside else [*words, "--user", "--preserve-credentials"]
 
     def mpirun(self) -> list[str]:
-        """Return the words before a command that start it on each host, as two ranks of MPI.
+        """Return the words that must precede a command, so that mpirun starts it on both hosts.
+
+        The two processes are two ranks of MPI.
 
         All messages of MPI use TCP. mpirun runs on the first host.
         """
@@ -76,7 +79,7 @@ def hold(before: list[str]) -> subprocess.Popen[bytes]:
     """Return a process that sleeps in a new network namespace.
 
     Args:
-        before: The words of Hosts.enter(), or nothing.
+        before: The result of Hosts.enter(), or an empty list.
 
     Raises:
         OSError: The namespace cannot be made.
@@ -88,7 +91,7 @@ def hold(before: list[str]) -> subprocess.Popen[bytes]:
     name = Path(f"/proc/{holder.pid}/comm")
     end = time.monotonic() + START
     while holder.poll() is None and time.monotonic() < end:
-        if name.read_text().strip() == "sleep":  # unshare has done its work
+        if name.read_text().strip() == "sleep":  # unshare has made the namespaces
             return holder
         time.sleep(0.01)
     holder.kill()
@@ -96,7 +99,7 @@ def hold(before: list[str]) -> subprocess.Popen[bytes]:
 
 
 def connect(hosts: Hosts) -> None:
-    """Join the hosts by a pair of interfaces, and set up their names and addresses."""
+    """Connect the hosts by a pair of network interfaces, and set their names and addresses."""
     other = str(hosts.holders[1].pid)
     words = ["ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE]
     commands = [(0, [*words, "netns", other])]
@@ -135,7 +138,7 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
         hosts.holders.append(hold([]))
         hosts.holders.append(hold(hosts.enter(0)))
         connect(hosts)
-        # mpirun calls it with the address of a host and a command for the shell.
+        # mpirun calls the agent with the address of the second host and a command for the shell.
         words = " ".join(hosts.enter(1, from_host=True))
         hosts.agent.write_text(f'#!/bin/sh\nshift\nexec {words} sh -c "$*"\n')
         hosts.agent.chmod(0o755)

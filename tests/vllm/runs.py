@@ -15,7 +15,7 @@ def make_prompts() -> list[list[int]]:
 
 
 class Runs:
-    """Runs jobs, and keeps their results.
+    """Runs jobs, and keeps their results, so that each job runs only once.
 
     Args:
         folder: A folder for the models and for the files of the ranks.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a server of two data-parallel ranks, sends requests to it, and checks how it ends.
 
-The processes of the server are forks, because each import of vLLM takes longer than a test.
+The processes of the server are forks of a process that has imported vLLM, because the import takes
+longer than a test.
 
-usage: server.py ARGUMENT... for the command vllm, in a process that mpirun starts
+usage: server.py ARGUMENT...: mpirun starts this program with the arguments of the command vllm
 """
 
 import asyncio
@@ -46,7 +47,7 @@ class Request(NamedTuple):
 
 
 def shm_names() -> set[str]:
-    """Return the names in the folder of shared memory."""
+    """Return the names of the files in /dev/shm."""
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
@@ -69,13 +70,13 @@ def serve(arguments: list[str]) -> None:
     """Run the command vllm, whose processes are forks."""
     context = multiprocessing.get_context("fork")
     patch.object(multiprocessing, "get_context", lambda _=None: context).start()
-    resource_tracker.ensure_running()  # one for all processes, as without forks
+    resource_tracker.ensure_running()  # else each process would start its own tracker
     sys.argv[1:] = arguments
     run()
 
 
 def fork_server(arguments: list[str], log: Path) -> int:
-    """Run the command vllm in a fork of this process, and return the number of the process."""
+    """Run the command vllm in a fork of this process, and return the pid of the fork."""
     process = os.fork()
     if process:
         return process
@@ -89,13 +90,15 @@ def fork_server(arguments: list[str], log: Path) -> int:
 class Server:
     """A server that has been started.
 
-    It listens on a Unix socket, which the test reaches from every network namespace.
+    It listens on a Unix socket, to which the test can connect even if the server is in another
+    network namespace.
 
     Args:
-        start: Starts the server, and returns the number of the process. Its arguments are the path
-            of the socket and the path of the log.
+        start: A function that starts the server, and returns its pid. Its arguments are the path of
+            the socket and the path of the log.
         folder: A folder for the log and the socket.
-        members: Returns the processes of the server. None: those of its session.
+        members: A function that returns the processes of the server. None: use the processes of the
+            server's session.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class Server:
         self.process = psutil.Process(start(self.socket, self.log))
 
     def is_running(self) -> bool:
-        """Return whether the process exists and is no zombie."""
+        """Return whether the process of the server exists and is no zombie."""
         return self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE
 
     def text(self) -> str:
@@ -119,7 +122,7 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def place(self, rank: int) -> tuple[str, int]:
-        """Return the host and the process number of a rank, which the log names."""
+        """Return the host and the pid of a rank. Both are read from the log."""
         found = re.search(
             rf"EPIC: expert-parallel rank {rank} of 2 is (\S+), process (\d+)", self.text()
         )
@@ -194,7 +197,7 @@ def check_answers(server: Server, requests: list[Request], one: list[list[int]])
     Args:
         server: The server.
         requests: The requests.
-        one: For each request, at least as many tokens as it asks for.
+        one: For each request the tokens that one process generates, at least request.number.
     """
     answers = asyncio.run(send_all(server, requests))
     pairs = zip(requests, answers, one, strict=True)
@@ -211,7 +214,7 @@ async def fail_during_requests(server: Server, rank: int, number: signal.Signals
         await asyncio.sleep(1.0)
         begin = time.monotonic()
         os.kill(server.place(rank)[1], number)
-        # Exceptions: the server ends before it answers.
+        # The requests raise exceptions, because the server ends before it answers.
         await asyncio.wait(running, timeout=START)
     with suppress(psutil.TimeoutExpired):
         server.process.wait(START)
@@ -219,13 +222,13 @@ async def fail_during_requests(server: Server, rank: int, number: signal.Signals
 
 
 def check_end(server: Server, number: signal.Signals, limit: float, error: str) -> None:
-    """Let the worker of rank 1 fail, and check how the server ends. No process may be left.
+    """Let the worker of rank 1 fail, and check that all processes of the server end in time.
 
     Args:
         server: A server that runs.
         number: The signal for the worker.
         limit: Longest time to the end of the server in seconds.
-        error: A pattern of the error with which rank 0 names rank 1 and its host.
+        error: A regular expression for the error of rank 0, which must name rank 1 and its host.
     """
     seconds = asyncio.run(fail_during_requests(server, 1, number))
     assert not server.is_running(), f"the server still runs\n{server.text()}"
@@ -243,7 +246,7 @@ def check_end(server: Server, number: signal.Signals, limit: float, error: str) 
 
 
 def check_shm(server: Server) -> None:
-    """Check that the server has left no shared memory."""
+    """Check that the server has left no files in /dev/shm."""
     end = time.monotonic() + END
     left = shm_names() - server.shm_before
     while left & shm_names() and time.monotonic() < end:

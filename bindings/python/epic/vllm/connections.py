@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TCP connections between workers of different hosts, which close when a worker ends.
+"""TCP connections between workers of different hosts, by which a worker notices the end of another.
 
-MPI does not report that a process of another host has ended. After a connection is open, it carries
-nothing.
+MPI does not report that a process of another host has ended. But when a process ends, Linux closes
+its connections. Apart from the token and the rank at the beginning, a connection carries no data.
 """
 
 import logging
@@ -22,11 +22,11 @@ RANK_BYTES = 4
 
 
 class Listener(NamedTuple):
-    """Where a rank listens.
+    """The address at which a rank accepts connections.
 
     Attributes:
-        address: The address of its host; "" if it is not known.
-        port: The port.
+        address: The IP address of the rank's host; "" if it is not known.
+        port: The TCP port.
         token: A secret that a connecting rank must send.
     """
 
@@ -36,9 +36,9 @@ class Listener(NamedTuple):
 
 
 def own_address(process_group: Any) -> str:
-    """Return the address of this host in the network in which the ranks have found each other.
+    """Return the address of this host in the network of the process group's TCP store.
 
-    The result is "" if the process group has no TCP store, or if its host cannot be reached.
+    The result is "" if the process group has no TCP store, or if this host has no route to it.
     """
     store = store_of(process_group)
     while hasattr(store, "underlying_store"):
@@ -57,7 +57,7 @@ def own_address(process_group: Any) -> str:
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket that listens on a free port of an address."""
+    """Return a socket that listens on a free port of an address; "": of all IPv4 addresses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     server = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
     server.settimeout(SECONDS)
@@ -65,7 +65,12 @@ def listen(address: str) -> socket.socket:
 
 
 def call_rank(listener: Listener, rank: int) -> socket.socket:
-    """Connect this rank with a rank that listens."""
+    """Connect to another rank, and send the number of this rank.
+
+    Args:
+        listener: The address of the other rank.
+        rank: This rank.
+    """
     if not listener.address:
         raise OSError("the address of its host is not known")
     made = socket.create_connection((listener.address, listener.port), SECONDS)
@@ -74,7 +79,10 @@ def call_rank(listener: Listener, rank: int) -> socket.socket:
 
 
 def accept_rank(server: socket.socket, token: bytes) -> tuple[int, socket.socket]:
-    """Return the next rank that connects, and its connection. Close connections of others."""
+    """Return the next rank that connects, and its connection.
+
+    Close connections that do not send the token, because any program can connect.
+    """
     while True:
         made, _ = server.accept()
         made.settimeout(SECONDS)
@@ -93,7 +101,8 @@ def connect_hosts(rank: int, hosts: list[str], process_group: Any) -> dict[int, 
         process_group: The process group of the ranks.
 
     Returns:
-        The connections by rank. If a connection fails, some are missing, and the log has a warning.
+        The connections by rank; empty if all ranks are on one host. If a connection fails, it and
+        all later ones are missing, and the log has a warning.
     """
     found: dict[int, socket.socket] = {}
     if len(set(hosts)) == 1:

@@ -25,7 +25,7 @@ logger = logging.getLogger("vllm.epic")
 
 REPORT_SECONDS = 10.0  # shortest time between two looks for a slow rank
 WATCH_SECONDS = 0.5  # longest time between two looks for a failure
-GRACE_SECONDS = 2.0  # time for the end of a worker after a failure
+GRACE_SECONDS = 2.0  # time from SIGTERM until a worker that has failed is ended by force
 SLOW_SHARE = 0.2  # a rank is slow if another one waits for it this part of the time
 
 
@@ -45,7 +45,8 @@ class Workers:
     Args:
         group: The open group.
         places: The place of each rank.
-        barriers: A group of the same ranks for the barriers of watch(); None: there are none.
+        barriers: A group of the same ranks, in which watch() runs its barriers. None: watch() runs
+            no barriers.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Workers:
         self.thread: threading.Thread | None = None
         self.closes = threading.Event()  # set by stop_watching()
         self.connections: dict[int, socket.socket] = {}  # by rank, of other hosts
-        self.alarms: list[int] = []  # an eventfd of stop_watching(), and pidfds of other ranks
+        self.alarms: list[int] = []  # eventfd of stop_watching(), then pidfds of ranks of this host
 
     def report_slow_rank(self) -> None:
         """Log one line if one rank has held the others up since the last look.
@@ -87,7 +88,7 @@ class Workers:
             )
 
     def log_failure(self, error: epic.torch.EpicError) -> None:
-        """Log an error of EPIC, and where all ranks run."""
+        """Log an error of EPIC, and the places of all ranks."""
         where = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(self.places))
         logger.error(
             "EPIC: expert-parallel rank %d of %d (%s) cannot go on: %s. The ranks are: %s.",
@@ -114,9 +115,11 @@ class Workers:
     def watch(self) -> None:
         """Look for failures until a rank calls stop_watching(); the body of a thread.
 
-        A rank that waits inside an operation of EPIC on CPUs notices a failure by itself. But a
-        rank may also wait in a collective of vLLM, or for requests. On GPUs an operation fails
-        after its call has returned.
+        On CPUs a call of EPIC raises an error if an operation fails. But a rank may also wait in a
+        collective of vLLM, or for requests, when another rank fails. On GPUs an operation may fail
+        after its call has returned. In these cases only this thread notices the failure.
+
+        After a failure the thread logs the error and ends the process.
         """
         if self.group.device.type == "cuda":
             torch.cuda.set_device(self.group.device)  # else the calls would use GPU 0, too
@@ -136,10 +139,10 @@ class Workers:
                 self.end_process()
 
     def run_barrier(self) -> bool:
-        """Run a barrier with the threads of all ranks; return whether a rank closes.
+        """Run a barrier with the threads of all ranks. Return whether a rank has stopped watching.
 
         Raises:
-            EpicError: A rank has ended, or its thread has not run for timeout_ms.
+            EpicError: The process of a rank has ended, or its thread has not run for timeout_ms.
         """
         closes = self.closes.is_set()
         if self.barriers is None:
@@ -148,10 +151,12 @@ class Workers:
         return epic.torch.sum(self.barriers, own).item() > 0
 
     def nap(self, poll: select.poll) -> None:
-        """Sleep for WATCH_SECONDS, or until `poll` finds an alarm that it has not found before.
+        """Sleep for WATCH_SECONDS, or until an alarm or a connection becomes readable.
+
+        Each of them ends only one sleep, because `poll` then forgets it.
 
         Raises:
-            EpicError: A rank of another host has ended.
+            EpicError: The process of a rank of another host has ended.
         """
         ranks = {connection.fileno(): rank for rank, connection in self.connections.items()}
         for descriptor, _ in poll.poll(1000 * WATCH_SECONDS):
@@ -162,13 +167,13 @@ class Workers:
                 )
 
     def end_process(self) -> None:
-        """End this worker, also if its main thread waits in a collective. vLLM ends the server."""
+        """End this process, even if its main thread waits in a collective. vLLM ends the server."""
         os.kill(os.getpid(), signal.SIGTERM)
         if not self.closes.wait(GRACE_SECONDS):
             os._exit(1)
 
     def start_watching(self) -> None:
-        """Start the thread of watch(). It ends before the process closes the group."""
+        """Start the thread of watch(). The thread ends before the process closes the group."""
         own = self.places[self.group.rank]
         self.alarms = [os.eventfd(0, os.EFD_CLOEXEC)]
         for place in self.places:
@@ -210,10 +215,11 @@ def open_group(moe: Any, timeout_ms: int, process_group: Any) -> epic.torch.Grou
 
 
 def open_barriers(group: epic.torch.Group, timeout_ms: int, process_group: Any) -> Any:
-    """Open the group for the barriers of watch(). Return None if the process has one already.
+    """Open the group for the barriers of watch(), or return None if no such group is needed.
 
-    It is a group on CPUs. With GPUs of several hosts the result is None, too, because there the
-    backend for GPUs itself notices that a rank has ended, and there may be no MPI.
+    It is a group on CPUs. The process needs only one, so only the first call opens it. With GPUs of
+    several hosts the result is None, because the backend for GPUs itself notices that a rank has
+    ended, and a group on CPUs would need MPI.
     """
     if OPEN or (group.on_gpu and group.num_hosts > 1):
         return None
@@ -267,7 +273,7 @@ def open_workers(moe: Any, timeout_ms: int) -> Workers:
 
 
 def close_workers() -> None:
-    """Close all groups. A program with vLLM need not call it, because its end closes them."""
+    """Close all groups. Only tests need this function: when a process exits, its groups close."""
     for opened in OPEN.values():
         opened.stop_watching()
         opened.group.close()

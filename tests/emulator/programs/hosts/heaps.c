@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests how heaps are allocated and exported (EPIC_HEAP). A closed group leaves no descriptors,
- * reserved addresses or memory. If one rank cannot join, all ranks return before the deadline. */
+ * addresses or memory behind. If one rank cannot join, all ranks return before the deadline. */
 #include <cuda_runtime_api.h>
 #include <dirent.h>
 #include <fcntl.h>
