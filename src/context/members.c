@@ -165,7 +165,10 @@ static bool has_gathered(const members *m, int64_t now)
     for (int s = 0; s < m->seat; s++)
         if (is_given_up(m, s, now)) seat_set_add(&known, s);
     if (!seat_set_contains(&known, &m->current)) return false;
-    return seat_set_contains(&heard, &m->current) || is_quorum(m, &m->came, &m->came);
+    const seat_set *next = m->best.round       ? &m->proposal.members
+                           : m->call.authority ? &m->call.only
+                                               : &m->came;
+    return seat_set_contains(&heard, &m->current) || is_quorum(m, &m->came, next);
 }
 
 /* Sends the proposal when has_gathered() is true, or when the patience has passed. */

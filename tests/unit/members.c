@@ -126,12 +126,17 @@ static void deliver_all(sim *s)
 }
 
 /* The leader is stopped, and all other seats give up on it, and on each other, before any
- * message of a new leader arrives. The call still succeeds. */
-static void all_give_up_at_once(void)
+ * message of a new leader arrives. The call still succeeds, also if an authority has named the
+ * others as the next members. */
+static void all_give_up_at_once(bool with_authority)
 {
     for (int num_seats = 3; num_seats <= SIM_SEATS; num_seats++) {
         sim *s = sim_new(num_seats);
         s->seats[0].is_stopped = true;
+        for (int r = 1; with_authority && r < num_seats; r++) {
+            s->seats[r].call.authority = 1;
+            s->seats[r].call.only.words[0] = (1u << num_seats) - 2;
+        }
         begin_all(s);
         deliver_all(s);
         for (int i = 0; i < 4 * 16; i++) {
@@ -391,7 +396,8 @@ int main(void)
     leaver_dies_amid_commits();
     leader_dies_amid_commits();
     stopped_is_evicted();
-    all_give_up_at_once();
+    all_give_up_at_once(false);
+    all_give_up_at_once(true);
     accepted_is_kept();
     promises_do_not_decide();
     half_is_no_quorum();
