@@ -109,10 +109,11 @@ static epic_result connect_peers(epic_group *g, const join_handle *handles)
         heaps[q] = handles[q].heap_handle;
         alive_fds[q] = handles[q].alive_fd;
     }
-    /* This is the first step, because other ranks wait for the descriptor of this rank. */
+    /* In this order: other ranks wait for the liveness connection of this rank, or, on one host,
+     * for the descriptor of its heap. */
+    if (g->liveness) TRY(connect_liveness(g, handles));
     TRY(p2p_heap_connect(g, heaps));
     TRY(p2p_budget_share(g, gpus));
-    if (g->liveness) TRY(connect_liveness(g, handles));
     return p2p_watch_open(g, alive_fds);
 }
 
