@@ -23,31 +23,38 @@ typedef struct exchange {
     char why[256];
 } exchange;
 
+/* Keeps the first error of the exchange, and its text. */
+static void keep_error(exchange *x, epic_result result)
+{
+    if (result == EPIC_OK || x->result != EPIC_OK) return;
+    x->result = result;
+    epic_fit_text(x->why, sizeof x->why, epic_sentence());
+}
+
+static epic_result fail_to_send(int to)
+{
+    char why[256];
+    epic_fit_text(why, sizeof why, epic_sentence());
+    return epic_fail(EPIC_EPEER, "rank %d may have closed its socket: %s", to, why);
+}
+
 /* Sends this rank's descriptor to each rank to which it has not been sent yet. Skips a rank if
- * the queue of its socket is full. */
-static epic_result send_descriptor(const epic_group *g, exchange *x)
+ * the queue of its socket is full. If sending to one rank fails, the others still get it. */
+static void send_descriptor(const epic_group *g, exchange *x)
 {
     const p2p_heap_memory *m = g->heap_memory;
     const p2p_chunk_header header = {.group_id = g->self.group_id, .rank = g->rank};
     for (int q = 0; q < g->num_ranks; q++) {
-        bool is_sent;
+        bool is_sent = true;
         char name[8];
         if (!x->is_unsent[q]) continue;
         memcpy(name, x->handles[q].handle, sizeof name);
         if (p2p_chunk_send(m->socket, q, name, &header, &m->exported, &is_sent) != EPIC_OK) {
-            char why[256];
-            epic_fit_text(why, sizeof why, epic_sentence());
-            return epic_fail(EPIC_EPEER, "rank %d may have closed its socket: %s", q, why);
+            keep_error(x, fail_to_send(q));
+            is_sent = true; /* there is nothing more to do for this rank */
         }
         x->is_unsent[q] = !is_sent;
     }
-    return EPIC_OK;
-}
-
-static void set_result(exchange *x, epic_result result)
-{
-    x->result = result;
-    if (result != EPIC_OK) epic_fit_text(x->why, sizeof x->why, epic_sentence());
 }
 
 /* Returns whether the message contains the heap of a peer of this group. This must be checked,
@@ -71,7 +78,10 @@ static epic_result receive_descriptors(epic_group *g, exchange *x)
         int64_t pid;
         epic_result result = EPIC_OK;
         TRY(p2p_chunk_receive(g->heap_memory->socket, &header, &its, &pid));
-        if (!pid) return EPIC_OK;
+        if (!pid) {
+            p2p_chunks_close(&its); /* of a sender whose PID namespace is not visible here */
+            return EPIC_OK;
+        }
         if (is_expected(g, x, &header, &its, pid)) {
             x->is_unreceived[header.rank] = false;
             result = p2p_heap_map(g, header.rank, &x->handles[header.rank], &its);
@@ -115,12 +125,12 @@ epic_result p2p_heap_exchange(epic_group *g, const p2p_heap_handle *handles)
     for (int q = 0; q < g->num_ranks; q++)
         x.is_unsent[q] = x.is_unreceived[q] = p2p_is_near(g, q) && p2p_is_elsewhere(g, q);
     for (int missing; (missing = find_missing(g, &x)) >= 0;) {
-        TRY(send_descriptor(g, &x));
-        if (x.result == EPIC_OK) set_result(&x, receive_descriptors(g, &x));
+        send_descriptor(g, &x);
+        if (x.result == EPIC_OK) keep_error(&x, receive_descriptors(g, &x));
         missing = find_missing(g, &x);
         if (missing < 0) break;
         const epic_result late = check_missing(g, missing, &end);
-        if (x.result == EPIC_OK) set_result(&x, late);
+        keep_error(&x, late);
         if (late != EPIC_OK) break;
         nanosleep(&(struct timespec){.tv_nsec = POLL_NAP_NS}, NULL);
     }

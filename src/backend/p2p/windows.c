@@ -225,7 +225,10 @@ static epic_result receive_chunks(const epic_group *g, p2p_window *window, uint6
         p2p_exported_chunks its;
         int64_t pid;
         TRY(p2p_chunk_receive(x->socket, &header, &its, &pid));
-        if (!pid) return EPIC_OK;
+        if (!pid) {
+            p2p_chunks_close(&its); /* of a sender whose PID namespace is not visible here */
+            return EPIC_OK;
+        }
         const int q = header.rank;
         epic_result result = EPIC_OK;
         if (q >= 0 && q < g->num_ranks && x->unreceived >> q & 1 && pid == g->peers[q].pid &&
