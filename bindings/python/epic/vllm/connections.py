@@ -8,6 +8,7 @@ its connections. Apart from the token and the rank at the beginning, a connectio
 import logging
 import secrets
 import socket
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -17,8 +18,10 @@ from epic.torch.groups import store_of
 logger = logging.getLogger("vllm.epic")
 
 SECONDS = 10.0  # time limit for each connection
+STRANGER_SECONDS = 1.0  # time limit for the token of a connection
 TOKEN_BYTES = 16
 RANK_BYTES = 4
+ACCEPTED = b"1"  # what a listening rank sends when it has checked the token
 
 
 class Listener(NamedTuple):
@@ -75,6 +78,9 @@ def call_rank(listener: Listener, rank: int) -> socket.socket:
         raise OSError("the address of its host is not known")
     made = socket.create_connection((listener.address, listener.port), SECONDS)
     made.sendall(listener.token + rank.to_bytes(RANK_BYTES, "big"))
+    if made.recv(1) != ACCEPTED:
+        made.close()
+        raise OSError(f"port {listener.port} of {listener.address} has closed the connection")
     return made
 
 
@@ -85,10 +91,12 @@ def accept_rank(server: socket.socket, token: bytes) -> tuple[int, socket.socket
     """
     while True:
         made, _ = server.accept()
-        made.settimeout(SECONDS)
-        sent = made.recv(TOKEN_BYTES + RANK_BYTES, socket.MSG_WAITALL)
-        if secrets.compare_digest(sent[:TOKEN_BYTES], token):
-            return int.from_bytes(sent[TOKEN_BYTES:], "big"), made
+        made.settimeout(STRANGER_SECONDS)
+        with suppress(OSError):  # a stranger may send nothing, or close the connection
+            sent = made.recv(TOKEN_BYTES + RANK_BYTES, socket.MSG_WAITALL)
+            if secrets.compare_digest(sent[:TOKEN_BYTES], token):
+                made.sendall(ACCEPTED)
+                return int.from_bytes(sent[TOKEN_BYTES:], "big"), made
         made.close()
 
 

@@ -113,7 +113,9 @@ class Workers:
             raise
 
     def watch(self) -> None:
-        """Look for failures until a rank calls stop_watching(); the body of a thread.
+        """Look for failures until this rank calls stop_watching(); the body of a thread.
+
+        On CPUs it ends when any rank has called stop_watching().
 
         On CPUs a call of EPIC raises an error if an operation fails. But a rank may also wait in a
         collective of vLLM, or for requests, when another rank fails. On GPUs an operation may fail
@@ -127,8 +129,13 @@ class Workers:
         sockets = [connection.fileno() for connection in self.connections.values()]
         for descriptor in self.alarms + sockets:
             poll.register(descriptor, select.POLLIN)
+        has_closed = False  # whether a rank has closed; then there are no more barriers
         try:
-            while not self.run_barrier():
+            while True:
+                closes = self.closes.is_set()
+                has_closed = has_closed or self.run_barrier(closes)
+                if closes or (has_closed and not self.group.on_gpu):
+                    return
                 self.group.check()
                 if self.group.on_gpu:
                     self.report_slow_rank()
@@ -138,13 +145,15 @@ class Workers:
                 self.log_failure(error)
                 self.end_process()
 
-    def run_barrier(self) -> bool:
+    def run_barrier(self, closes: bool) -> bool:
         """Run a barrier with the threads of all ranks. Return whether a rank has stopped watching.
+
+        Args:
+            closes: Whether this rank stops watching.
 
         Raises:
             EpicError: The process of a rank has ended, or its thread has not run for timeout_ms.
         """
-        closes = self.closes.is_set()
         if self.barriers is None:
             return closes
         own = torch.tensor([float(closes)], dtype=torch.float32, device="cpu")
