@@ -40,6 +40,18 @@ static void check_windows(epic_context *ctx)
               epic_error(ctx));
 }
 
+/* Checks that a p2p group on several hosts cannot change its members: a host that cannot be
+ * reached counts as dead there, but may go on by itself. */
+static void check_regroup(epic_context *ctx)
+{
+    const epic_regroup_args args = {.patience_ms = 100};
+    const bool is_p2p = strcmp(epic_backend_name(ctx), "p2p") == 0;
+    if (!is_p2p || epic_num_hosts(ctx) == 1) return;
+    CHECK(epic_regroup(ctx, &args, NULL) == EPIC_ENOTSUP);
+    CHECK_SAY(strstr(epic_error(ctx), "ctx has ranks on several hosts: the members") != NULL,
+              "%s", epic_error(ctx));
+}
+
 /* Prints once why the ranks cannot open a group, and ends them. */
 static void open_as(const epic_bootstrap *bootstrap, const char *backend, const char *wanted)
 {
@@ -55,6 +67,7 @@ static void open_as(const epic_bootstrap *bootstrap, const char *backend, const 
     CHECK_SAY(strcmp(epic_backend_name(ctx), wanted) == 0, "rank %d took %s", bootstrap->rank,
               epic_backend_name(ctx));
     check_windows(ctx);
+    check_regroup(ctx);
     epic_close(ctx);
 }
 
