@@ -2,7 +2,8 @@
 """TCP connections between workers of different hosts, by which a worker notices the end of another.
 
 MPI does not report that a process of another host has ended. But when a process ends, Linux closes
-its connections. Apart from the token and the rank at the beginning, a connection carries no data.
+its connections. After a connection is open, it carries one byte, which a worker sends if it ends in
+order.
 """
 
 import logging
@@ -21,6 +22,7 @@ SECONDS = 10.0  # time limit for each connection
 STRANGER_SECONDS = 1.0  # time limit for the token of a connection
 TOKEN_BYTES = 16
 RANK_BYTES = 4
+LEFT = b"0"  # what leave() sends
 ACCEPTED = b"1"  # what a listening rank sends when it has checked the token
 
 
@@ -98,6 +100,19 @@ def accept_rank(server: socket.socket, token: bytes) -> tuple[int, socket.socket
                 made.sendall(ACCEPTED)
                 return int.from_bytes(sent[TOKEN_BYTES:], "big"), made
         made.close()
+
+
+def leave(connection: socket.socket) -> None:
+    """Send the other rank the sign that this rank ends in order."""
+    with suppress(OSError):
+        connection.sendall(LEFT)
+
+
+def has_left(connection: socket.socket) -> bool:
+    """Return whether the other rank has called leave(). Call it when there is something to read."""
+    with suppress(OSError):
+        return connection.recv(1) == LEFT
+    return False
 
 
 def connect_hosts(rank: int, hosts: list[str], process_group: Any) -> dict[int, socket.socket]:

@@ -19,7 +19,7 @@ from vllm.distributed import get_ep_group
 from vllm.platforms import current_platform
 
 import epic.torch
-from epic.vllm.connections import connect_hosts
+from epic.vllm.connections import connect_hosts, has_left, leave
 
 logger = logging.getLogger("vllm.epic")
 
@@ -57,7 +57,8 @@ class Workers:
         self.barriers = barriers
         self.looked_at = time.monotonic()  # time of the last look for a slow rank
         self.waits = group.waits()  # the waits at that time
-        self.thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # runs watch()
+        self.hosts_thread: threading.Thread | None = None  # runs watch_hosts()
         self.closes = threading.Event()  # set by stop_watching()
         self.connections: dict[int, socket.socket] = {}  # by rank, of other hosts
         self.alarms: list[int] = []  # eventfd of stop_watching(), then pidfds of ranks of this host
@@ -126,8 +127,7 @@ class Workers:
         if self.group.device.type == "cuda":
             torch.cuda.set_device(self.group.device)  # else the calls would use GPU 0, too
         poll = select.poll()
-        sockets = [connection.fileno() for connection in self.connections.values()]
-        for descriptor in self.alarms + sockets:
+        for descriptor in self.alarms:
             poll.register(descriptor, select.POLLIN)
         has_closed = False  # whether a rank has closed; then there are no more barriers
         try:
@@ -160,20 +160,27 @@ class Workers:
         return epic.torch.sum(self.barriers, own).item() > 0
 
     def nap(self, poll: select.poll) -> None:
-        """Sleep for WATCH_SECONDS, or until an alarm or a connection becomes readable.
-
-        Each of them ends only one sleep, because `poll` then forgets it.
-
-        Raises:
-            EpicError: The process of a rank of another host has ended.
-        """
-        ranks = {connection.fileno(): rank for rank, connection in self.connections.items()}
+        """Sleep for WATCH_SECONDS, or until `poll` finds an alarm that it has not found before."""
         for descriptor, _ in poll.poll(1000 * WATCH_SECONDS):
             poll.unregister(descriptor)
-            if descriptor in ranks:
-                raise epic.torch.EpicError(
-                    "EPIC_EPEER", f"the process of rank {ranks[descriptor]} has ended"
-                )
+
+    def watch_hosts(self) -> None:
+        """Look for ranks of other hosts that have ended; the body of a thread.
+
+        The thread of watch() may wait in a barrier for such a rank until timeout_ms.
+        """
+        poll = select.poll()
+        ranks = {connection.fileno(): rank for rank, connection in self.connections.items()}
+        for descriptor in (self.alarms[0], *ranks):
+            poll.register(descriptor, select.POLLIN)
+        while not self.closes.is_set():
+            for descriptor, _ in poll.poll():
+                poll.unregister(descriptor)
+                if descriptor in ranks and not has_left(self.connections[ranks[descriptor]]):
+                    what = f"the process of rank {ranks[descriptor]} has ended"
+                    self.log_failure(epic.torch.EpicError("EPIC_EPEER", what))
+                    self.end_process()
+                    return
 
     def end_process(self) -> None:
         """End this process, even if its main thread waits in a collective. vLLM ends the server."""
@@ -191,16 +198,26 @@ class Workers:
                     self.alarms.append(os.pidfd_open(place.process))
         self.thread = threading.Thread(target=self.watch, name="epic-watch", daemon=True)
         self.thread.start()
+        if self.connections:
+            self.hosts_thread = threading.Thread(
+                target=self.watch_hosts, name="epic-watch-hosts", daemon=True
+            )
+            self.hosts_thread.start()
         atexit.register(self.stop_watching)  # runs before the function that closes all groups
 
     def stop_watching(self) -> None:
-        """End the thread of watch(), and wait for its end."""
+        """End the threads of watch() and watch_hosts(), and wait for their ends."""
         atexit.unregister(self.stop_watching)
         self.closes.set()
+        for connection in self.connections.values():
+            leave(connection)
         if self.thread is not None:
             os.eventfd_write(self.alarms[0], 1)
             self.thread.join()
             self.thread = None
+        if self.hosts_thread is not None:
+            self.hosts_thread.join()
+            self.hosts_thread = None
         while self.alarms:
             os.close(self.alarms.pop())
         while self.connections:
