@@ -233,8 +233,8 @@ static bool make_arena(void)
 }
 
 /* Returns the first of `count` consecutive granules that are not reserved, or ARENA_GRANULES if
- * there are none. Searches after the last reservation first, so that an address is used again
- * as late as possible. The caller holds the mutex. */
+ * there are none. First looks behind the last reservation, so that an address is used again as
+ * late as possible. The caller holds the mutex. */
 static size_t find_granules(size_t count)
 {
     for (size_t turn = 0, begin = last_end; turn < 2; turn++, begin = 0) {
