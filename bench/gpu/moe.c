@@ -12,7 +12,8 @@
  *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=6] [first=0] [MODE ...]
  * Modes: whole (without the parts), overlap, profile (only whole layers, with bf16 gradients of
  * weights, for a profiler), invariant (layers with sums by rank, in a tree, and with
- * EPIC_INVARIANT, and their parts, alone), tiny (a small layer, as a quick test) */
+ * EPIC_INVARIANT, and their parts, alone), decode (CUDA graphs of the forward pass and of its
+ * parts alone, in us), tiny (a small layer, as a quick test) */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -46,7 +47,7 @@ static const model models[] = {
 static const model small = {"64, inner 32, 4 a rank, top-2", 4, 2, 64, 32, 32, true};
 
 static int num_ranks, rounds = 4, tiny, first_model, num_models = 6, whole, overlap, profile,
-                      invariant;
+                      invariant, decode;
 static int64_t tokens = 4096;
 static epic_bootstrap bootstraps[MOST_RANKS];
 static pthread_barrier_t all;
@@ -141,7 +142,7 @@ static const struct {
              {"experts' backward", transform_backward},
              {"dispatch_backward", dispatch_backward},
              {"the rest of backward", dense_backward}};
-enum { NUM_PARTS = sizeof parts / sizeof *parts };
+enum { NUM_PARTS = sizeof parts / sizeof *parts, NUM_FORWARD_PARTS = 5 };
 
 /* ------------------------------------------------------------------------------ timing ---- */
 
@@ -254,6 +255,47 @@ static void time_layer(bench *b, const model *m)
         for (int r = 0; r < num_ranks; r++) printf(" %8.3f", in_turn[r][i]);
         printf("\n");
     }
+}
+
+/* ------------------------------------------------------------------------------ decode ---- */
+
+enum { GRAPH_CALLS = 8 }; /* calls in a graph, like the layers of a model */
+static __thread cudaGraphExec_t replayed;
+
+static epic_result replay(bench *b)
+{
+    return cudaGraphLaunch(replayed, b->stream) == cudaSuccess ? EPIC_OK : EPIC_EDEVICE;
+}
+
+/* Returns the us of one call in a CUDA graph of GRAPH_CALLS calls. */
+static float time_in_graph(bench *b, part *run)
+{
+    cudaGraph_t graph;
+    cudaStreamBeginCapture(b->stream, cudaStreamCaptureModeThreadLocal);
+    for (int i = 0; i < GRAPH_CALLS; i++) must(run(b) == EPIC_OK, "a captured call", b->ctx);
+    must(!cudaStreamEndCapture(b->stream, &graph) && !cudaGraphInstantiate(&replayed, graph, 0),
+         "a graph", NULL);
+    const float us = time_of(b, replay) * 1000 / GRAPH_CALLS;
+    cudaGraphExecDestroy(replayed);
+    cudaGraphDestroy(graph);
+    return us;
+}
+
+/* Prints the us of the forward pass in a CUDA graph, and of its parts alone. */
+static void time_decode(bench *b, const model *m)
+{
+    float sum = 0, us[NUM_PARTS];
+    const float layer = time_in_graph(b, forward);
+    for (int i = 0; i < NUM_FORWARD_PARTS; i++)
+        if (parts[i].run != finish || m->shared) sum += us[i] = time_in_graph(b, parts[i].run);
+    must(epic_check(b->ctx) == EPIC_OK, "the layer", b->ctx);
+    if (b->rank != 0) return;
+    printf("decode, %s, %d ranks of %lld tokens: layer %.1f us, sum of its parts %.1f (",
+           m->name, num_ranks, (long long)tokens, layer, sum);
+    for (int i = 0; i < NUM_FORWARD_PARTS; i++)
+        if (parts[i].run != finish || m->shared)
+            printf("%s%s %.1f", i ? ", " : "", parts[i].name, us[i]);
+    printf(")\n");
 }
 
 /* ----------------------------------------------------------------------------- overlap ---- */
@@ -497,7 +539,9 @@ static void run_model(bench *b, const model *m)
     must(!moe_read_forward_args(&b->forward_job, b->ctx, &b->forward, false), "parts", NULL);
     must(!moe_read_backward_args(&b->backward_job, b->ctx, &b->backward, &b->gradients),
          "parts", NULL);
-    if (invariant) {
+    if (decode) {
+        time_decode(b, m);
+    } else if (invariant) {
         time_invariant(b, &a, m, moe);
     } else if (profile) {
         const float narrow = time_narrow(b);
@@ -544,11 +588,8 @@ int main(int argc, char **argv)
     static const struct {
         const char *name;
         int *is_on;
-    } modes[] = {{"overlap", &overlap},
-                 {"whole", &whole},
-                 {"profile", &profile},
-                 {"tiny", &tiny},
-                 {"invariant", &invariant}};
+    } modes[] = {{"overlap", &overlap}, {"whole", &whole},   {"profile", &profile},
+                 {"tiny", &tiny},       {"decode", &decode}, {"invariant", &invariant}};
     pthread_t threads[MOST_RANKS];
     cudaGetDeviceCount(&num_ranks);
     for (int i = 1; i < argc; i++) {
