@@ -260,6 +260,7 @@ template <bool MANY>
 __global__ void __launch_bounds__(BLOCK, 1)
     sum_replicas_kernel(const __grid_constant__ p2p_sum_replicas_job job)
 {
+    wait_for_previous_kernel();
     __shared__ OpState op;
     __shared__ PlanView plan;
     __shared__ Replicas replicas;

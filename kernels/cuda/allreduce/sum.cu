@@ -32,6 +32,7 @@ __device__ __forceinline__ RankSum make_rank_sum(const OpState &op, const p2p_su
 template <bool MANY>
 __global__ void __launch_bounds__(BLOCK, 1) sum_kernel(const __grid_constant__ p2p_sum_job job)
 {
+    wait_for_previous_kernel();
     __shared__ OpState op;
     const p2p_self &self = job.self;
     if (!begin_operation(op, self, 0, 0, 0, 0)) return;

@@ -44,6 +44,7 @@ template <class ROW, bool EXACT, bool QUANTIZE>
 __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     combine_backward_kernel(const __grid_constant__ p2p_combine_backward_job job)
 {
+    wait_for_previous_kernel();
     constexpr int V = Dot<ROW>::V;
     typedef GradientStream<ROW, EXACT, QUANTIZE> Units;
     uint8_t *const memory = (uint8_t *)dynamic_shared();

@@ -66,6 +66,7 @@ template <class ROW>
 __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
     combine_backward_windows_kernel(const __grid_constant__ p2p_combine_backward_job job)
 {
+    wait_for_previous_kernel();
     constexpr int V = Dot<ROW>::V;
     __shared__ OpState op;
     __shared__ PlanView plan;

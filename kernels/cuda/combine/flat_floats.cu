@@ -145,6 +145,7 @@ static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
 __global__ void __launch_bounds__(BLOCK, 1)
     floats_kernel(const __grid_constant__ p2p_combine_job job)
 {
+    wait_for_previous_kernel();
     __shared__ OpState op;
     __shared__ PlanView plan;
     /* reports = false, because the first operation of dispatch_backward has already reported a

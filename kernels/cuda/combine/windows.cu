@@ -163,6 +163,7 @@ template <class ROW>
 __global__ void __launch_bounds__(BLOCK, 1)
     combine_windows_kernel(const __grid_constant__ p2p_combine_job job)
 {
+    wait_for_previous_kernel();
     uint8_t *const memory = (uint8_t *)dynamic_shared();
     __shared__ OpState op;
     __shared__ PlanView plan;

@@ -1,21 +1,72 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Two functions: one launches a kernel, the other returns the address of a kernel's dynamic
- * shared memory. The emulator, in which tests run kernels on the CPU, replaces this file
- * (tests/emulator/include). */
+/* Launching a kernel, and what a kernel needs from its launch: the address of its dynamic shared
+ * memory, and the wait for the previous kernel. The emulator, in which tests run kernels on the
+ * CPU, replaces this file (tests/emulator/include). */
 #ifndef EPIC_LAUNCH_CUH
 #define EPIC_LAUNCH_CUH
 
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 
+/* Returns whether kernels of the current device can start while the previous kernel of their
+ * stream ends. For this they must have compute capability 9.0 (Hopper). */
+inline bool can_start_early()
+{
+    static thread_local int known_device = -1, major = 0;
+    int device = -1;
+    if (cudaGetDevice(&device) != cudaSuccess) return false;
+    if (device != known_device &&
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
+            cudaSuccess)
+        known_device = device;
+    return device == known_device && major >= 9;
+}
+
+/* Returns the launch attribute with which a kernel starts when all CTAs of the previous kernel
+ * of the stream have exited, before that kernel's stores are visible. So the kernel must call
+ * wait_for_previous_kernel(). CUDA calls this programmatic dependent launch. */
+inline cudaLaunchAttribute early_start()
+{
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    return attribute;
+}
+
+/* Enqueues a kernel. If this fails, also removes the error from CUDA's last error, because the
+ * caller reports it. */
+template <class Kernel, class... Arguments>
+static cudaError_t launch_configured(const cudaLaunchConfig_t &how, Kernel kernel,
+                                     const Arguments &...arguments)
+{
+    const cudaError_t error = cudaLaunchKernelEx(&how, kernel, arguments...);
+    return error == cudaSuccess ? error : cudaGetLastError();
+}
+
 /* Enqueues a kernel with `ctas` CTAs of `threads` threads, and `shared_bytes` bytes of dynamic
- * shared memory per CTA. */
+ * shared memory per CTA. The kernel may start early (early_start()). */
 template <class Kernel, class... Arguments>
 static cudaError_t launch_kernel(Kernel kernel, int ctas, int threads, int shared_bytes,
                                  cudaStream_t stream, const Arguments &...arguments)
 {
-    kernel<<<(unsigned)ctas, (unsigned)threads, (size_t)shared_bytes, stream>>>(arguments...);
-    return cudaGetLastError();
+    cudaLaunchAttribute early = early_start();
+    cudaLaunchConfig_t how = {};
+    how.gridDim = dim3((unsigned)ctas);
+    how.blockDim = dim3((unsigned)threads);
+    how.dynamicSmemBytes = (size_t)shared_bytes;
+    how.stream = stream;
+    how.attrs = &early;
+    how.numAttrs = can_start_early() ? 1 : 0;
+    return launch_configured(how, kernel, arguments...);
+}
+
+/* Waits until the previous kernel of the stream has ended and its stores are visible. Every
+ * kernel calls it before it reads or writes anything except its parameters. */
+__device__ __forceinline__ void wait_for_previous_kernel()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 /* Returns the address of the CTA's dynamic shared memory, aligned to 128 bytes. */

@@ -53,6 +53,7 @@ template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_windows_kernel(const __grid_constant__ p2p_dispatch_job job)
 {
+    wait_for_previous_kernel();
     uint8_t *const memory = (uint8_t *)dynamic_shared();
     __shared__ OpState op;
     __shared__ PlanView plan;

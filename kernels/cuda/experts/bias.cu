@@ -52,6 +52,7 @@ static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const s
 static __global__ void __launch_bounds__(THREADS)
     bias_kernel(const __grid_constant__ p2p_bias_job job)
 {
+    wait_for_previous_kernel();
     __shared__ float parts[WARPS][64];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int64_t across = (job.n + 63) / 64, expert = blockIdx.x / across;

@@ -20,6 +20,7 @@
 static __global__ void __launch_bounds__(THREADS)
     rows_kernel(const __grid_constant__ p2p_rows_job job)
 {
+    wait_for_previous_kernel();
     const int64_t step = (int64_t)gridDim.x * THREADS;
     for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < job.count; i += step) {
         float x = job.from ? load_number(job.from, job.type, i) : 0;
@@ -33,6 +34,7 @@ static __global__ void __launch_bounds__(THREADS)
  * one array. */
 static __global__ void trees_kernel(float *values, int64_t n)
 {
+    wait_for_previous_kernel();
     for (int64_t distance = 1; distance < n; distance *= 2) {
         for (int64_t i = threadIdx.x * 2 * distance; i < 2 * n; i += 32 * 2 * distance)
             values[i] += values[i + distance];
@@ -43,6 +45,7 @@ static __global__ void trees_kernel(float *values, int64_t n)
 
 static __global__ void losses_kernel(const __grid_constant__ p2p_sum_losses_job job)
 {
+    wait_for_previous_kernel();
     if (threadIdx.x != 0) return;
     const float first = job.first ? *job.first : 0, second = job.second ? *job.second : 0;
     if (job.sum) *job.sum = first + second;
@@ -52,6 +55,7 @@ static __global__ void losses_kernel(const __grid_constant__ p2p_sum_losses_job 
 
 static __global__ void incoming_kernel(const __grid_constant__ p2p_loss_gradients_job job)
 {
+    wait_for_previous_kernel();
     if (threadIdx.x != 0) return;
     const float all = job.all ? *job.all : 1;
     job.to[0] = all + (job.balance ? *job.balance : 0);

@@ -58,6 +58,7 @@ static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64
 static __global__ void __launch_bounds__(THREADS)
     sent_kernel(const __grid_constant__ layer_tokens t, int32_t *choices)
 {
+    wait_for_previous_kernel();
     const int64_t all = t.num_tokens * t.top_k, step = (int64_t)gridDim.x * THREADS;
     for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < all; i += step)
         choices[i] = is_zero_expert(t, i) ? -1 : t.topk_idx[i];
@@ -68,6 +69,7 @@ static __global__ void __launch_bounds__(THREADS)
 static __global__ void __launch_bounds__(THREADS)
     shared_gate_kernel(const __grid_constant__ layer_tokens t)
 {
+    wait_for_previous_kernel();
     for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {
         double z = 0;
         for (int64_t i = lane_id(); i < t.hidden; i += 32)
@@ -84,6 +86,7 @@ static __global__ void __launch_bounds__(THREADS)
 static __global__ void __launch_bounds__(THREADS)
     shared_slope_kernel(const __grid_constant__ layer_tokens t)
 {
+    wait_for_previous_kernel();
     const int64_t step = (int64_t)gridDim.x * THREADS;
     int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     for (; i < t.num_tokens; i += step) {
@@ -97,6 +100,7 @@ static __global__ void __launch_bounds__(THREADS)
 static __global__ void __launch_bounds__(THREADS)
     zero_weights_kernel(const __grid_constant__ layer_tokens t)
 {
+    wait_for_previous_kernel();
     for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {
         bool some = false;
         for (int64_t k = lane_id(); k < t.top_k; k += 32)
@@ -133,6 +137,7 @@ static __global__ void __launch_bounds__(THREADS)
     finish_kernel(const __grid_constant__ layer_tokens t,
                   const __grid_constant__ layer_rows rows)
 {
+    wait_for_previous_kernel();
     /* the row that a zero-expert multiplies by its weight: x or, in backward, d_out */
     const void *const through = t.d_out ? t.d_out : t.x;
     for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {

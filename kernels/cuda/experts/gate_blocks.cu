@@ -27,6 +27,7 @@ static __device__ __forceinline__ int64_t begin_of(const gate_blocks &b, int64_t
 static __global__ void __launch_bounds__(THREADS)
     blocks_kernel(const __grid_constant__ p2p_gate_blocks_job job)
 {
+    wait_for_previous_kernel();
     const int count = (int)job.blocks.count, slices = job.slices;
     const int64_t tokens = job.all.num_slots;
     const int tiles = (int)((tokens + EXPERTS_TILE_ROWS - 1) / EXPERTS_TILE_ROWS);
@@ -56,6 +57,7 @@ static __global__ void __launch_bounds__(THREADS)
 static __global__ void __launch_bounds__(THREADS)
     leaves_kernel(const __grid_constant__ p2p_leaves_job job)
 {
+    wait_for_previous_kernel();
     const int64_t step = (int64_t)gridDim.x * THREADS, count = job.rows * job.columns;
     for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < count; i += step) {
         const float *const from =

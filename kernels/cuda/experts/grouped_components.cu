@@ -26,6 +26,7 @@
 static __global__ void __launch_bounds__(THREADS)
     split_kernel(const __grid_constant__ p2p_components_job job)
 {
+    wait_for_previous_kernel();
     const int64_t step = (int64_t)gridDim.x * THREADS, count = job.rows * job.columns;
     for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < count; i += step) {
         const int64_t first = i + i / job.columns * (job.places - 1) * job.columns;
@@ -48,6 +49,7 @@ static __global__ void __launch_bounds__(THREADS)
 static __global__ void __launch_bounds__(THREADS)
     fold_kernel(const __grid_constant__ p2p_components_job job)
 {
+    wait_for_previous_kernel();
     const int64_t step = (int64_t)gridDim.x * THREADS, count = job.rows * job.columns;
     float *const out = (float *)job.to;
     for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < count; i += step) {
@@ -67,6 +69,7 @@ static __global__ void __launch_bounds__(THREADS)
 static __global__ void __launch_bounds__(THREADS)
     fold_slices_kernel(const __grid_constant__ p2p_components_job job, int slices)
 {
+    wait_for_previous_kernel();
     const int64_t step = (int64_t)gridDim.x * THREADS, fours = job.columns / 4;
     const int64_t count = job.rows * fours, slice = count * GATE_COMPONENTS;
     for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < count; i += step) {

@@ -54,6 +54,7 @@ static __device__ __forceinline__ void add_terms(float (&sum)[ROWS_EACH],
 static __global__ void __launch_bounds__(THREADS)
     few_rows_kernel(const __grid_constant__ p2p_gemm g)
 {
+    wait_for_previous_kernel();
     __shared__ float rows[ROWS][TERMS];
     const int row_blocks = (int)count_blocks(g.slabs.num_slots, ROWS);
     const int64_t first_row = (int64_t)(blockIdx.x % row_blocks) * ROWS;

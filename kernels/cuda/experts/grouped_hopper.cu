@@ -142,17 +142,17 @@ static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
     cudaError_t error = make_maps(&maps, g);
     if (error != cudaSuccess) return error;
     cudaLaunchConfig_t how = {};
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = CTAS;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchAttribute attributes[2] = {early_start()};
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = CTAS;
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
     how.gridDim = dim3((unsigned)ctas_of(g, job, CTAS));
     how.blockDim = dim3(THREADS);
     how.dynamicSmemBytes = SHARED_BYTES;
     how.stream = stream;
-    how.attrs = &cluster;
-    how.numAttrs = 1;
-    return cudaLaunchKernelEx(&how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
+    how.attrs = attributes;
+    how.numAttrs = 2;
+    return launch_configured(how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
 }
 
 /* Converts an e4m3 product to an INPUT product (p2p_as_input()), and launches the INPUT

@@ -39,6 +39,7 @@
 #ifndef EPIC_GROUPED_HOPPER_CUH
 #define EPIC_GROUPED_HOPPER_CUH
 
+#include "cuda/common/launch.cuh"
 #include "cuda/experts/hopper_tiles.cuh"
 
 /* --------------------------------------------------------------------------- consumers ---- */
@@ -511,6 +512,7 @@ template <class T, class Out, int PASS, int CTAS>
 static __global__ void __launch_bounds__(THREADS, 1)
     hopper_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Job job)
 {
+    wait_for_previous_kernel();
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ uint8_t memory[];
     /* This array is in static shared memory. Because its size is not 0, load_hopper() detects

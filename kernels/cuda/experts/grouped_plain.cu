@@ -352,6 +352,7 @@ template <int PASS, bool SCALED>
 static __global__ void __launch_bounds__(THREADS)
     plain_kernel(const __grid_constant__ p2p_gemm g)
 {
+    wait_for_previous_kernel();
     typedef StepTiles<PASS, SCALED> Tiles;
     __shared__ float4 fours[2][BK * (Tiles::A_PITCH + Tiles::B_PITCH) / 4];
     const int down = threadIdx.x / (BN / THREAD_TILE),
@@ -404,6 +405,7 @@ template <int PASS>
 static __global__ void __launch_bounds__(THREADS)
     slices_kernel(const __grid_constant__ p2p_gemm g)
 {
+    wait_for_previous_kernel();
     TileSlice p = {};
     p.columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
     p.rows = p.tokens = (int)lines_of<PASS>(g);

@@ -28,6 +28,7 @@ static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_hea
 
 static __global__ void fits_kernel(const __grid_constant__ p2p_fits_job job)
 {
+    wait_for_previous_kernel();
     const p2p_self &self = job.self;
     device_plan_header *h = (device_plan_header *)job.plan;
     const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);

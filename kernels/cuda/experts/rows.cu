@@ -180,6 +180,7 @@ template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
 {
+    wait_for_previous_kernel();
     const int64_t inner = job.experts.inner;
     const int lane = threadIdx.x % 32;
     each_slot(
@@ -248,6 +249,7 @@ template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS)
     quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
 {
+    wait_for_previous_kernel();
     constexpr int N = V > 1 ? V : 4, PARTS = N / V;
     const int64_t inner = job.experts.inner, blocks = (inner + 127) / 128;
     const int lane = threadIdx.x % 32;
@@ -282,6 +284,7 @@ template <class T, int V>
 static __global__ void __launch_bounds__(THREADS)
     quantize_kernel(const __grid_constant__ p2p_quantize_job job)
 {
+    wait_for_previous_kernel();
     constexpr int N = V > 1 ? V : 4, PARTS = N / V;
     const int64_t n = job.n, blocks = (n + 127) / 128;
     const int lane = threadIdx.x % 32;
@@ -374,6 +377,7 @@ template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ? 1 : 3)
     activation_backward_kernel(const __grid_constant__ p2p_activation_job job)
 {
+    wait_for_previous_kernel();
     const int lane = threadIdx.x % 32;
     each_slot(
         job.slabs,
@@ -395,6 +399,7 @@ static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ?
 static __global__ void __launch_bounds__(THREADS)
     scale_kernel(const __grid_constant__ p2p_scale_job job)
 {
+    wait_for_previous_kernel();
     const int lane = threadIdx.x % 32;
     each_slot(
         job.slabs,

@@ -48,6 +48,7 @@ static __device__ int64_t count_at(const int32_t *counts, int e, int64_t most)
 static __global__ void __launch_bounds__(THREADS)
     slabs_kernel(const __grid_constant__ p2p_slabs s)
 {
+    wait_for_previous_kernel();
     __shared__ int64_t memory[THREADS];
     int64_t first_row = 0, first_tile = 0, total;
     for (int first = 0; first < s.num_experts; first += THREADS) {

@@ -259,6 +259,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     __shared__ bool enough;
     const p2p_self &self = job.self;
     prefetch_params(job);
+    wait_for_previous_kernel();
     if (self.operation == EPIC_OP_NONE) return;
     if (is_announcer(false)) fence_system();
     const StartState start = read_start_state(self);

@@ -169,6 +169,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     const CtaRange planning_ctas = {0, (int)gridDim.x - (gridDim.x > 1)};
     uint8_t *const memory = (uint8_t *)dynamic_shared();
     prefetch_params(job);
+    wait_for_previous_kernel();
     if (self.operation == EPIC_OP_NONE) return;
     if (!HOSTS && is_announcer(true)) fence_system();
     const StartState start = read_start_state(self);

@@ -435,6 +435,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 {
     __shared__ LowlatShared s;
     prefetch_params(job);
+    wait_for_previous_kernel();
     if (job.plan.self.operation == EPIC_OP_NONE) return;
     const Opening<WITH_PLAN> opening(job);
     LowlatMove m = describe_move<Rows, WITH_PLAN>(job, s);

@@ -55,6 +55,7 @@ template <int FEATURES>
 __global__ void __launch_bounds__(BLOCK, 1)
     plan_kernel(const __grid_constant__ p2p_plan_job job)
 {
+    wait_for_previous_kernel();
     constexpr bool FLAT = FEATURES & PLAN_FLAT;
     uint8_t *const memory = (uint8_t *)dynamic_shared();
     __shared__ OpState op;

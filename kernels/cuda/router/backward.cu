@@ -130,6 +130,7 @@ template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_backward_kernel(const __grid_constant__ p2p_router_backward_job job)
 {
+    wait_for_previous_kernel();
     float *const memory = (float *)dynamic_shared();
     const epic_router &r = job.rows.router;
     const int columns = job.rows.columns, words = row_words_of<V>(columns);
@@ -195,6 +196,7 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
 __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)
 {
+    wait_for_previous_kernel();
     __shared__ double sums[SCALE_WARPS];
     const int k = (int)job.rows.router.top_k, expert = (int)blockIdx.x;
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP;

@@ -120,6 +120,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_kernel(const __grid_constant__ p2p_router_job job,
                   const __grid_constant__ IdOwnership deal)
 {
+    wait_for_previous_kernel();
     float *const memory = (float *)dynamic_shared();
     const epic_router &r = job.rows.router;
     const int columns = job.rows.columns, words = row_words_of<V>(columns);

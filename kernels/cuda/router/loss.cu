@@ -139,6 +139,7 @@ template <Pass PASS, bool Z>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     loss_kernel(const __grid_constant__ p2p_loss_job job)
 {
+    wait_for_previous_kernel();
     float *const memory = (float *)dynamic_shared();
     const int words = row_words(job.rows.columns), warps = blockDim.x / WARP;
     const int64_t tokens = job.rows.num_tokens, run = loss_run_tokens(tokens);
@@ -173,6 +174,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 __global__ void __launch_bounds__(ADDERS)
     add_runs_kernel(const __grid_constant__ p2p_loss_job job)
 {
+    wait_for_previous_kernel();
     __shared__ double runs[LOSS_RUNS];
     for (int i = threadIdx.x; i < LOSS_RUNS; i += ADDERS) runs[i] = job.runs[i];
     for (int distance = LOSS_RUNS / 2; distance > 0; distance /= 2) {
@@ -222,6 +224,7 @@ extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStr
 __global__ void __launch_bounds__(ADDERS)
     bias_update_kernel(float *bias, const int32_t *load, int64_t num_experts, float rate)
 {
+    wait_for_previous_kernel();
     __shared__ int64_t sums[ADDERS / WARP];
     int64_t total = 0;
     for (int64_t e = threadIdx.x; e < num_experts; e += ADDERS) total += load[e];

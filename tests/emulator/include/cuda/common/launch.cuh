@@ -26,6 +26,11 @@ static cudaError_t launch_kernel(Kernel kernel, int ctas, int threads, int share
                             threads, shared_bytes, stream);
 }
 
+/* Does nothing: a kernel of the emulator starts after the previous kernel of its stream. */
+inline void wait_for_previous_kernel()
+{
+}
+
 inline void *dynamic_shared()
 {
     return emulator_here->shared;
