@@ -102,6 +102,8 @@ static void print_variables(FILE *to)
         {"EPIC_HEAP",
          "ipc, descriptor, fabric: how processes map the heaps of p2p and hosts; default: "
          "ipc, or fabric in an NVLink domain of several hosts"},
+        {"EPIC_EARLY_START",
+         "0: a kernel starts only when the previous kernel has ended; default: earlier"},
         {"EPIC_NET", "net of backend hosts; default: ucx"},
         {"EPIC_NET_RDMA", "0: messages, 1: remote writes; default: by network"},
         {"EPIC_NET_MEMORY",

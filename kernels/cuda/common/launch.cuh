@@ -7,19 +7,29 @@
 
 #include <cuda_runtime_api.h>
 #include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
 
 /* Returns whether kernels of the current device can start while the previous kernel of their
- * stream ends. For this they must have compute capability 9.0 (Hopper). */
+ * stream ends. The device must have compute capability 9.0 (Hopper). EPIC_EARLY_START is
+ * defined unless such a device could run code that was compiled for an older one, because this
+ * code does not wait. The environment variable of the same name can switch early starts off. */
 inline bool can_start_early()
 {
+#ifdef EPIC_EARLY_START
+    static const char *const text = getenv("EPIC_EARLY_START");
+    static const bool is_off = text && !strcmp(text, "0");
     static thread_local int known_device = -1, major = 0;
     int device = -1;
-    if (cudaGetDevice(&device) != cudaSuccess) return false;
+    if (is_off || cudaGetDevice(&device) != cudaSuccess) return false;
     if (device != known_device &&
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
             cudaSuccess)
         known_device = device;
     return device == known_device && major >= 9;
+#else
+    return false;
+#endif
 }
 
 /* Returns the launch attribute with which a kernel starts when all CTAs of the previous kernel
@@ -40,7 +50,8 @@ static cudaError_t launch_configured(const cudaLaunchConfig_t &how, Kernel kerne
                                      const Arguments &...arguments)
 {
     const cudaError_t error = cudaLaunchKernelEx(&how, kernel, arguments...);
-    return error == cudaSuccess ? error : cudaGetLastError();
+    if (error != cudaSuccess) (void)cudaGetLastError();
+    return error;
 }
 
 /* Enqueues a kernel with `ctas` CTAs of `threads` threads, and `shared_bytes` bytes of dynamic
