@@ -60,10 +60,16 @@ def begin(rank: int) -> None:
 
 
 class World:
-    """A number of processes that run functions of the tests."""
+    """A number of processes that run functions of the tests.
 
-    def __init__(self, size: int) -> None:
+    If the functions use CUDA, uses_cuda must be true. The server then imports only epic.torch.
+    Other modules may use CUDA when they are imported, and after that forked processes cannot use
+    it.
+    """
+
+    def __init__(self, size: int, uses_cuda: bool = False) -> None:
         self.size = size
+        self.uses_cuda = uses_cuda
         self.processes: list[Any] = []
         self.pipes: list[Any] = []
 
@@ -74,7 +80,9 @@ class World:
         # The server imports these once for all processes, and the others if a test uses them.
         # The first torch.compile of a process imports the last one, which takes 1.3 s.
         others = [name for name in OTHERS if name.partition(".")[0] in sys.modules]
-        preloaded = ["epic.torch", "torch._dynamo", *others, "torch._inductor.compile_fx"]
+        preloaded = ["epic.torch"]
+        if not self.uses_cuda:
+            preloaded += ["torch._dynamo", *others, "torch._inductor.compile_fx"]
         context.set_forkserver_preload(preloaded)
         for rank in range(self.size):
             mine, other = context.Pipe()

@@ -180,7 +180,7 @@ def deaths(size: int) -> str:
     """Run the killed-rank case; return what failed."""
     from world import World
 
-    with World(size) as world:
+    with World(size, uses_cuda=True) as world:
         world.start(killed, size)
         answers = [world.answer(rank, 60) for rank in range(size)]
     for rank, (good, said) in enumerate(answers[:-1]):
