@@ -40,7 +40,7 @@ typedef struct net_liveness_setup {
     const char *interface;
     /* by host; true: no connection to the peer on that host is needed, and its state is always
      * NET_PEER_ALIVE. The peer is a rank of this process or, in backend p2p, of this host. */
-    bool is_in_process[NET_MAX_HOSTS];
+    bool is_local[NET_MAX_HOSTS];
 } net_liveness_setup;
 
 /* Opens the listening socket. Writes to `handle` the data with which peers can connect. The

@@ -211,7 +211,7 @@ static int find_missing(const net_liveness *l, bool *which)
 {
     int count = 0;
     for (int h = 0; h < l->setup.num_hosts; h++)
-        if (h != l->setup.host && !l->setup.is_in_process[h] && l->sockets[h] < 0) {
+        if (h != l->setup.host && !l->setup.is_local[h] && l->sockets[h] < 0) {
             which[liveness_rank_of(l, h)] = true;
             count++;
         }
@@ -222,7 +222,7 @@ static int find_missing(const net_liveness *l, bool *which)
  * one with the higher number connects. */
 static bool must_connect(const net_liveness *l, int host)
 {
-    return host < l->setup.host && !l->setup.is_in_process[host] && l->sockets[host] < 0;
+    return host < l->setup.host && !l->setup.is_local[host] && l->sockets[host] < 0;
 }
 
 static epic_result poll_once(connect_state *o)

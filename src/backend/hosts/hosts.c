@@ -275,7 +275,7 @@ static epic_result listen_for_liveness(epic_group *g, hosts_part *h, peer_info *
      * the connections would need too many sockets. These ranks exit together, so they need not
      * watch each other. */
     for (int q = 0; MANY_RANKS && q < g->num_ranks; q++)
-        setup.is_in_process[q] = p2p_same(g->peers[q].process, g->peers[g->rank].process);
+        setup.is_local[q] = p2p_same(g->peers[q].process, g->peers[g->rank].process);
     return net_liveness_listen(&h->liveness, &setup, mine->liveness);
 }
 

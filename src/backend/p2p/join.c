@@ -58,7 +58,7 @@ static epic_result listen_for_liveness(epic_group *g, join_handle *mine)
                                 .timeout_ms = g->config.timeout_ms,
                                 .group_id = g->self.group_id};
     for (int q = 0; q < g->num_ranks; q++)
-        setup.is_in_process[q] = p2p_same(g->peers[q].host, g->peers[g->rank].host);
+        setup.is_local[q] = p2p_same(g->peers[q].host, g->peers[g->rank].host);
     return net_liveness_listen(&g->liveness, &setup, mine->liveness);
 }
 
