@@ -5,10 +5,11 @@
 # tests/kernels.sh checks the source, but the compiler may move loads of constant data.
 # usage: early.sh LIBRARY...
 command -v cuobjdump >/dev/null || { echo "early.sh: left out, there is no cuobjdump"; exit 0; }
+[ $# -gt 0 ] || { echo "early.sh: no library to check"; exit 1; }
 for library in "$@"; do
     cuobjdump -sass "$library" | awk -v library="$(basename "$library")" '
         /^arch = sm_/ { old = substr($3, 4) + 0 < 90 }
-        /Function : / { if (!old && name) missing(); name = $3; num += !old; early = 0 }
+        /Function : / { if (!old && name) missing(); name = $3; num += !old }
         old || !name { next }
         /ACQBULK/ { name = "" }
         / (@!?U?P[0-9T]+ )?(LDG|STG|LD|ST|ATOM|ATOMG|RED|REDG|MEMBAR|BRA|EXIT|CALL|UBLKCP|UTMALDG)[. ]/ {

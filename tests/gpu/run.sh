@@ -43,7 +43,7 @@ sanitize() {
     fi
 }
 
-"$(dirname "$0")"/early.sh $(ls build/lib/libepic_cuda*.so build/lib/libepic_hosts*.so) || failed=1
+"$(dirname "$0")"/early.sh $(ls build/lib/libepic_cuda*.so build/lib/libepic_hosts*.so 2>/dev/null) || failed=1
 run api_budget
 run api_trace
 info=build/bin/epic-info

@@ -142,16 +142,16 @@ static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
     cudaError_t error = make_maps(&maps, g);
     if (error != cudaSuccess) return error;
     cudaLaunchConfig_t how = {};
-    cudaLaunchAttribute attributes[2] = {early_start()};
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = CTAS;
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    cudaLaunchAttribute attributes[2] = {{}, early_start()};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = CTAS;
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
     how.gridDim = dim3((unsigned)ctas_of(g, job, CTAS));
     how.blockDim = dim3(THREADS);
     how.dynamicSmemBytes = SHARED_BYTES;
     how.stream = stream;
     how.attrs = attributes;
-    how.numAttrs = 2;
+    how.numAttrs = can_start_early() ? 2 : 1;
     return launch_configured(how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
 }
 
