@@ -40,6 +40,17 @@ static epic_result read_timeout_env(uint32_t *timeout_ms)
     return EPIC_OK;
 }
 
+/* The code that launches kernels reads the variable itself (kernels/cuda/common/launch.cuh). */
+static epic_result check_early_start_env(void)
+{
+    const char *text = getenv("EPIC_EARLY_START");
+    if (!text || !*text || !strcmp(text, "0") || !strcmp(text, "1")) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL,
+                     "EPIC_EARLY_START is \"%.80s\": it must be 0 or 1; correct "
+                     "or unset it",
+                     text);
+}
+
 const char *config_trace(void)
 {
     const char *folder = getenv("EPIC_TRACE");
@@ -68,6 +79,7 @@ epic_result config_read(epic_config *out, const epic_config *config, size_t size
         return config_error("max_top_k", out->max_top_k, "at most 64, or 0 for 64");
     if (out->reserved) return config_error("reserved", out->reserved, "it must be 0");
     if (!out->timeout_ms) TRY(read_timeout_env(&out->timeout_ms));
+    TRY(check_early_start_env());
     if (!out->max_in_flight) out->max_in_flight = EPIC_MAX_OP_SLOTS;
     if (!out->max_top_k) out->max_top_k = MAX_TOP_K;
     if (!out->name) out->name = "epic";

@@ -218,6 +218,7 @@ SOURCES = Path(__file__).parents[2] / "src"
 # Names that errors may contain: environment variables, and C flags that the Python packages set.
 KEPT = {
     "EPIC_SECRET", "EPIC_TIMEOUT_MS", "EPIC_TRACE", "EPIC_NET_MEMORY", "EPIC_BACKEND", "EPIC_HEAP",
+    "EPIC_EARLY_START",
     "EPIC_CHECK_WEIGHTS", "EPIC_ACCUMULATE", "EPIC_DISPATCH_AGAIN", "EPIC_PLANNED",
     "EPIC_RECOMPUTE", "EPIC_SUM_DENSE", "EPIC_LOSS_BY_CALLER", "EPIC_FORCED_WEIGHTS",
     "EPIC_INVARIANT", "EPIC_NCCL", "EPIC_MANY",

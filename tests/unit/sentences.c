@@ -133,6 +133,10 @@ static void check_open(void)
         refused_open(&config, wrong[i], "correct or unset it");
     }
     unsetenv("EPIC_TIMEOUT_MS");
+    setenv("EPIC_EARLY_START", "off", 1);
+    refused_open(&config, "EPIC_EARLY_START is \"off\": it must be 0 or 1",
+                 "correct or unset it");
+    unsetenv("EPIC_EARLY_START");
     setenv("EPIC_BACKEND", word, 1);
     refused_open(&config, "config.backend is \"xxx", "no backend has that name");
     unsetenv("EPIC_BACKEND");
