@@ -18,6 +18,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 MOST = 300  # time limit of each program in seconds
 
+# The us of a forward pass in a CUDA graph at commit 69eb564, on two H200 (docs/lab/cuda.md), for
+# each number of tokens.
+DECODED = {1: 97.4, 8: 226.9, 32: 269.4, 128: 280.3}
+
 Row = tuple[str, str, float, bool]  # what is measured, goal, measured value, is the goal reached
 
 
@@ -52,6 +56,7 @@ def all_said(programs: Path) -> str:
     commands = (
         [str(programs / "gpu_layer")],
         [str(programs / "gpu_moe")],
+        *([str(programs / "gpu_moe"), f"tokens={tokens}", "decode"] for tokens in DECODED),
         [*python, str(HERE / "layer_torch.py")],
         [*in_jax, "--c", str(programs / "gpu_moe")],
     )
@@ -95,6 +100,15 @@ def experts(said: str) -> Iterator[Row]:
         yield at_least(f"decode, {found[1]}: % of a read", 80, found[2])
 
 
+def decoding(said: str) -> Iterator[Row]:
+    """Yield the time of a layer that decodes, relative to commit 69eb564."""
+    pattern = r"decode, (Qwen3-30B), .*?, (2 ranks of (\d+) tokens): layer ([\d.]+) us"
+    for found in re.finditer(pattern, said):
+        if before := DECODED.get(int(found[3])):
+            times = f"{float(found[4]) / before:.3f}"
+            yield at_most(f"{found[1]} decodes, {found[2]}: times 69eb564", 0.85, times)
+
+
 def parts(said: str) -> Iterator[Row]:
     """Yield the goals of the layer relative to its parts: timed alone, and on a GPU as warm as in
     the layer."""
@@ -130,7 +144,7 @@ def main() -> None:
     said = Path(sys.argv[2]).read_text() if len(sys.argv) > 2 else all_said(programs)
     missing = []
     print(f"\n{'to be reached':66} {'wanted':>9} {'measured':>9}")
-    for bars in (products, experts, parts, against_torch, in_jax):
+    for bars in (products, experts, decoding, parts, against_torch, in_jax):
         rows = list(bars(said))
         for what, wanted, got, holds in rows:
             print(f"{what:66} {wanted:>9} {got:9g}  {'holds' if holds else 'MISSED'}")
