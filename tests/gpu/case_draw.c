@@ -87,9 +87,9 @@ static void draw_layer(test_case *c, uint64_t *s, int64_t max_tokens, case_kind 
     routing *r = &c->r;
     epic_layer *l = &r->layer;
     static const uint32_t ks[] = {1, 2, 3, 4, 6, 8, 8, 8, 8, 13, 16, 31, 32, 33, 40, 64};
-    static const uint32_t blocks[] = {1, 2, 3, 4, 8, 8, 16, 64, 5, 128};
+    static const uint32_t blocks[] = {1, 2, 3, 4, 8, 8, 16, 64, 5, 128, 200, 512};
     const int n = r->num_ranks;
-    l->num_experts = (uint32_t)n * blocks[draw_between(s, 0, 9)];
+    l->num_experts = (uint32_t)(n * min_of(blocks[draw_between(s, 0, 11)], 4096 / n));
     if (draw_between(s, 0, 29) == 0) l->num_experts = (uint32_t)n * (4096u / (uint32_t)n);
     l->top_k = top_k_of(ks[draw_between(s, 0, 15)]);
     l->alignment =

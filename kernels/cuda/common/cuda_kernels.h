@@ -275,13 +275,13 @@ static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_la
 }
 
 /* Returns the maximum number of tokens per rank for which lowlat/plan.cuh makes plans of this
- * layer. Tries `most`, 512, 256 and 128 in this order, and returns the first number that
+ * layer. Tries `most`, 512, 256, 128 and 64 in this order, and returns the first number that
  * p2p_can_plan_lowlat() accepts, or 0 if it accepts none. */
 static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
                                              const epic_layer *layer, int alone)
 {
     while (most > 0 && !p2p_can_plan_lowlat(ranks, most, layer, alone))
-        most = most > 512 ? 512 : most > 256 ? 256 : most > 128 ? 128 : 0;
+        most = most > 512 ? 512 : most > 256 ? 256 : most > 128 ? 128 : most > 64 ? 64 : 0;
     return (int32_t)most;
 }
 

@@ -76,7 +76,9 @@
  * (docs/lab/cuda.md). */
 #define P2P_LOWLAT_ALONE_IDS 8192
 #define P2P_LOWLAT_ALONE_MASKS 8192
-#define P2P_LOWLAT_EXPERTS 512 /* maximum number of experts of the layer */
+/* Maximum number of experts of the layer. It is at most 32 x 32, because a warp handles 32
+ * experts and adds up the slots of 32 warps (compute_slabs()). */
+#define P2P_LOWLAT_EXPERTS 1024
 /* number of 64-bit words of expert ids per token; a word has two ids */
 #define P2P_LOWLAT_ID_WORDS 16
 /* maximum number of experts with replicas: the tables must fit into a CTA's shared memory */

@@ -274,42 +274,53 @@ static __device__ bool gather_sizes(LowlatPlan &tables, const p2p_self &self, co
     return true;
 }
 
-/* Counts the choices of each expert, then computes the first slot of each expert's slab. Thread
- * e handles expert e. Called by all threads of the CTA when all ids have arrived; contains two
- * barriers. */
-static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job)
+/* Counts the choices of expert e in all token blocks, and fills in earlier_choices. Returns the
+ * number of slots that the expert needs. */
+__device__ __forceinline__ int32_t count_choices(LowlatPlan &tables, const p2p_plan_job &job,
+                                                 int e)
 {
     const int experts = tables.num_experts, ranks = job.self.num_ranks;
-    const int e = (int)threadIdx.x, warp = e / WARP;
-    /* warps without experts skip the work, so that they do not delay other warps */
-    const bool has_experts = warp * WARP < experts;
-    int32_t rows = 0, upto = 0;
-    if (e < experts) {
-        int32_t count = 0;
-        for (int q = 0; q < ranks; q++) {
-            const int index = q * tables.num_groups * experts + e,
-                      groups = (tables.tokens[q] + WARP - 1) / WARP;
+    int32_t count = 0;
+    for (int q = 0; q < ranks; q++) {
+        const int index = q * tables.num_groups * experts + e,
+                  groups = (tables.tokens[q] + WARP - 1) / WARP;
 #pragma unroll 4
-            for (int g = 0; g < groups; g++) {
-                tables.earlier_choices[index + g * experts] = (uint16_t)count;
-                count += __popc(tables.mask[index + g * experts]);
-            }
+        for (int g = 0; g < groups; g++) {
+            tables.earlier_choices[index + g * experts] = (uint16_t)count;
+            count += __popc(tables.mask[index + g * experts]);
         }
-        if (tables.has_repeats) count = tables.count_before(ranks, 0, (uint16_t)e);
-        tables.p.load[e] = count;
-        rows = upto = (int32_t)round_up_rows(count, job.layer.alignment);
     }
-    for (int d = 1; d < WARP && has_experts; d *= 2) {
-        const int32_t r = __shfl_up_sync(ALL_LANES, upto, d);
-        if (lane_id() >= d) upto += r;
-    }
-    if (has_experts && lane_id() == WARP - 1) tables.warp_slots[warp] = upto;
-    __syncthreads();
-    if (has_experts) {
-        upto += __reduce_add_sync(
-            ALL_LANES, lane_id() < warp ? (uint32_t)tables.warp_slots[lane_id()] : 0);
+    if (tables.has_repeats) count = tables.count_before(ranks, 0, (uint16_t)e);
+    tables.p.load[e] = count;
+    return (int32_t)round_up_rows(count, job.layer.alignment);
+}
+
+/* Counts the choices of each expert, then computes the first slot of each expert's slab. A warp
+ * handles 32 experts at a time, its lane one of them. Called by all threads of the CTA when all
+ * ids have arrived; contains two barriers. */
+static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job)
+{
+    const int experts = tables.num_experts, chunks = (experts + WARP - 1) / WARP;
+    const int first = (int)threadIdx.x / WARP, step = LOWLAT_BLOCK / WARP;
+    for (int chunk = first; chunk < chunks; chunk += step) {
+        const int e = chunk * WARP + lane_id();
+        const int32_t rows = e < experts ? count_choices(tables, job, e) : 0;
+        int32_t upto = rows;
+        for (int d = 1; d < WARP; d *= 2) {
+            const int32_t r = __shfl_up_sync(ALL_LANES, upto, d);
+            if (lane_id() >= d) upto += r;
+        }
         if (e < experts) tables.p.group_slab_start[e] = upto - rows;
-        if (e == experts - 1) tables.total_slots = upto;
+        if (lane_id() == WARP - 1) tables.chunk_slots[chunk] = upto;
+    }
+    __syncthreads();
+    for (int chunk = first; chunk < chunks; chunk += step) {
+        const int e = chunk * WARP + lane_id();
+        const int32_t slots = lane_id() < chunks ? tables.chunk_slots[lane_id()] : 0;
+        const int32_t before =
+            (int32_t)__reduce_add_sync(ALL_LANES, lane_id() < chunk ? (uint32_t)slots : 0);
+        if (e < experts) tables.p.group_slab_start[e] += before;
+        if (chunk == chunks - 1 && lane_id() == chunk) tables.total_slots = before + slots;
     }
     __syncthreads();
 }

@@ -28,7 +28,7 @@
 /* Upper bound of the result of lowlat_plan_bytes(). A mask and its element of earlier_choices
  * take 6 bytes, and an id takes 2 bytes. */
 #define LOWLAT_PLAN_MAX_BYTES \
-    (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_IDS * 2 + 16)
+    (P2P_LOWLAT_MASKS * 6 + P2P_LOWLAT_EXPERTS * 8 + P2P_LOWLAT_IDS * 2 + 16)
 
 /* The result of check_plan(). */
 struct PlanCheck {
@@ -56,9 +56,9 @@ struct LowlatPlan {
      * choice is wrong if its id is invalid or, with EPIC_DISTINCT, if the token has already
      * chosen the expert. */
     uint32_t bad_choice[DEVICE_MAX_RANKS];
-    /* Temporary values of compute_slabs(). Element w is the number of slots that the experts of
-     * warp w need. */
-    int32_t warp_slots[LOWLAT_WORKERS];
+    /* Temporary values of compute_slabs(): the number of slots that 32 consecutive experts
+     * need. */
+    int32_t chunk_slots[P2P_LOWLAT_EXPERTS / WARP];
     int32_t total_slots; /* number of slots of all ranks together */
     /* max_tokens: the tables have space for this many tokens per rank. num_groups: number of
      * token blocks of a rank with max_tokens tokens. */
