@@ -55,7 +55,7 @@ gpu-bench-compare: gpu-idle $(GPU_OUT)/gpu_bench
 
 # Builds one program.
 $(GPU_OUT)/%: gpu-configure
-	@$(call BUILD,build) --target epic_cuda cuda_$(notdir $@)
+	@$(call BUILD,build) --target epic_cuda $(if $(findstring regroup,$@),epic_cuda_regroup) cuda_$(notdir $@)
 
 # Targets of the backend hosts. The ranks of this machine act as hosts.
 gpu-build-hosts: gpu-configure

@@ -61,7 +61,7 @@ check_deb() {
         [ -e "$here/root/usr/$file" ] || bad "$1 lacks usr/$file"
     done
     lib=$(dirname "$(find "$here/root" -name libepic.so)")
-    plugins="mpi cuda hosts cuda_many hosts_many"
+    plugins="mpi cuda hosts cuda_regroup cuda_many hosts_many"
     if [ -e "$build/lib/libepic_hosts.so" ]; then plugins="$plugins ucx"; fi
     for plugin in $plugins; do
         [ ! -e "$build/lib/libepic_$plugin.so" ] || [ -e "$lib/libepic_$plugin.so" ] ||

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sources of the libraries of backends p2p and hosts. Kernels in which ranks communicate, and the
 # files for the CPU, are compiled for each of the two; for hosts with EPIC_HOSTS (common/hosts.h).
-# They are compiled again, with EPIC_MANY_RANKS (rules/device_layout.h), for groups of many ranks.
+# They are compiled again, with EPIC_MANY_RANKS (rules/device_layout.h), for groups of many ranks. Those of
+# p2p are also compiled with EPIC_GPU_REGROUP (common/heap.h), for groups that can go on without a rank.
 set(here ${CMAKE_CURRENT_LIST_DIR})
 set(src ${here}/../../src)
 file(GLOB epic_cuda_alone CONFIGURE_DEPENDS ${here}/router/*.cu ${here}/experts/*.cu)

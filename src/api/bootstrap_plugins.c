@@ -36,7 +36,7 @@ static epic_result make_bootstrap(epic_bootstrap *out, const char *name, const v
                                   uint32_t timeout_ms)
 {
     const epic_backend *backend;
-    TRY(backend_find(&backend, name, 1));
+    TRY(backend_find(&backend, name, 1, 0));
     bootstrap *m = calloc(1, sizeof *m);
     if (m == NULL) return epic_fail(EPIC_ENOMEM, "no memory for a bootstrap");
     m->backend = backend;

@@ -77,7 +77,8 @@ epic_result config_read(epic_config *out, const epic_config *config, size_t size
         return config_error("max_in_flight", out->max_in_flight, "at most 64, or 0 for 64");
     if (out->max_top_k > MAX_TOP_K)
         return config_error("max_top_k", out->max_top_k, "at most 64, or 0 for 64");
-    if (out->reserved) return config_error("reserved", out->reserved, "it must be 0");
+    if (out->flags & ~(uint32_t)EPIC_CAN_REGROUP)
+        return config_error("flags", out->flags, "must be 0 or EPIC_CAN_REGROUP (4096)");
     if (!out->timeout_ms) TRY(read_timeout_env(&out->timeout_ms));
     TRY(check_early_start_env());
     if (!out->max_in_flight) out->max_in_flight = EPIC_MAX_OP_SLOTS;

@@ -39,12 +39,17 @@ const char *backend_resolve_name(const char *name, bool is_near);
  * EPIC_EINVAL if no backend has that name. */
 epic_result backend_place(bool *on_device, const char *name);
 
-/* Finds the backend with this name for a group of num_ranks ranks, and loads its plugin if it
- * has one (libepic_mpi.so, libepic_cuda.so, libepic_hosts.so). For more than 32 ranks, it loads
- * libepic_cuda_many.so or libepic_hosts_many.so instead. Returns EPIC_EINVAL if no backend has
- * that name, and EPIC_ENOTSUP if its plugin cannot be loaded. Any thread may call this
+/* Finds the backend with this name for a group of num_ranks ranks with these flags
+ * (epic_config.flags), and loads its plugin if it has one. The number of ranks and the flags
+ * select the plugin, for example libepic_cuda.so, libepic_cuda_regroup.so or
+ * libepic_cuda_many.so. Returns EPIC_EINVAL if no backend has that name, and EPIC_ENOTSUP if the
+ * backend does not support the flags or its plugin cannot be loaded. Any thread may call this
  * function. */
-epic_result backend_find(const epic_backend **out, const char *name, int num_ranks);
+epic_result backend_find(const epic_backend **out, const char *name, int num_ranks,
+                         uint32_t flags);
+
+/* Returns whether a backend in libepic.so (epic_backends) supports epic_config.flags. */
+bool backend_supports(const epic_backend *backend, uint32_t flags);
 
 /* Copies bytes to host memory. Requires that `from` points to host memory, or to device memory
  * of a backend whose plugin is loaded. Waits for the device. Returns false if the copy

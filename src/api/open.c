@@ -62,29 +62,33 @@ static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *boo
 }
 
 /* Chooses the backend that the config names. If the config names no backend, chooses the first
- * backend in epic_backends that can join these ranks. If no backend in epic_backends can join
- * them, chooses mpi. If mpi cannot join them either, the error text lists the reason of each
+ * backend in epic_backends that supports config->flags and can join these ranks. If no backend
+ * in epic_backends can join them, chooses mpi. If mpi cannot join them either, the error text lists the reason of each
  * backend. */
 static epic_result choose_backend(const epic_backend **out, const epic_peer *peers,
                                   int num_hosts, const epic_config *config)
 {
     char why[256] = "", reasons[1024] = "";
-    const bool is_near = num_hosts == 1 || peers_share_domain(peers, (int)config->num_ranks);
+    const int num_ranks = (int)config->num_ranks;
+    const bool is_near = num_hosts == 1 || peers_share_domain(peers, num_ranks);
     const char *name = backend_resolve_name(config->backend, is_near);
     if (name) {
-        TRY(backend_find(out, name, (int)config->num_ranks));
-        if ((*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
+        TRY(backend_find(out, name, num_ranks, config->flags));
+        if ((*out)->can_join(peers, num_ranks, config, why)) return EPIC_OK;
         return epic_fail(EPIC_ENOTSUP, "backend \"%s\" cannot join these ranks: %s", name, why);
     }
     for (int i = 0; epic_backends[i]; i++) {
         *out = epic_backends[i];
-        if ((*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
+        if (!backend_supports(*out, config->flags))
+            strcpy(why, "does not support EPIC_CAN_REGROUP");
+        else if ((*out)->can_join(peers, num_ranks, config, why))
+            return EPIC_OK;
         const size_t used = strlen(reasons);
         snprintf(reasons + used, sizeof reasons - used, "%s%s: %s", used ? "; " : "",
                  epic_backends[i]->name, why);
     }
-    const bool loaded = backend_find(out, "mpi", (int)config->num_ranks) == EPIC_OK;
-    if (loaded && (*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
+    const bool loaded = backend_find(out, "mpi", num_ranks, config->flags) == EPIC_OK;
+    if (loaded && (*out)->can_join(peers, num_ranks, config, why)) return EPIC_OK;
     if (!loaded) epic_fit_text(why, sizeof why, epic_sentence());
     return epic_fail(
         EPIC_ENOTSUP,
@@ -158,7 +162,8 @@ static epic_result gather_domains(const epic_context *ctx, const epic_bootstrap 
     const char *name = ctx->config.backend;
     if (ctx->num_hosts == 1 || !name || (strcmp(name, "gpu") != 0 && strcmp(name, "p2p") != 0))
         return EPIC_OK;
-    if (backend_find(&p2p, "p2p", ctx->num_ranks) == EPIC_OK && p2p->identify)
+    if (backend_find(&p2p, "p2p", ctx->num_ranks, ctx->config.flags) == EPIC_OK &&
+        p2p->identify)
         p2p->identify(&mine->peer);
     TRY(agree_on_result(bootstrap, mine, all, EPIC_OK));
     for (int r = 0; r < ctx->num_ranks; r++) peers[r] = all[r].peer;

@@ -1,19 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds backends by name. The backends mpi, p2p and hosts are plugins (libraries of their own),
- * which are loaded when a context first uses them. p2p and hosts have a second plugin each, for
- * groups of many ranks (rules/device_layout.h). */
+ * which are loaded when a context first uses them. p2p and hosts have further plugins: for
+ * groups of many ranks (rules/device_layout.h), and p2p also for groups that can continue
+ * without a rank. */
 #include <dlfcn.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "api/config.h"
+#include "backend/transport.h"
 #include "base/error.h"
 #include "base/library.h"
 #include "rules/device_layout.h"
 
 typedef struct plugin {
     int max_ranks;    /* maximum number of ranks of its groups */
+    uint32_t flags;   /* epic_config.flags that its groups can have */
     const char *name; /* name of the backend, as in config.backend */
     const char *library;
     const char *symbol;
@@ -22,27 +25,31 @@ typedef struct plugin {
     const char *when_absent, *when_broken;
 } plugin;
 
-#define NUM_PLUGINS 5
-/* A backend may have several plugins. A group uses the first plugin of its backend whose
- * max_ranks is large enough. If no max_ranks is large enough, the group uses the last plugin,
- * which returns an error. */
+#define NUM_PLUGINS 6
+/* A backend may have several plugins. A group uses the first plugin of its backend that supports
+ * the flags of the group and whose max_ranks is large enough. If no max_ranks is large enough,
+ * the group uses the last plugin that supports the flags. This plugin returns an error. */
 static const plugin plugins[NUM_PLUGINS] = {
-    {EPIC_MAX_RANKS, "mpi", "libepic_mpi.so", "epic_backend_mpi",
+    {EPIC_MAX_RANKS, 0, "mpi", "libepic_mpi.so", "epic_backend_mpi",
      "it is not next to libepic.so; a build has it where it finds an MPI (Debian, Ubuntu: "
      "libopenmpi-dev, openmpi-bin): build again",
      "install the MPI that it was built for (Debian, Ubuntu: openmpi-bin, or mpich)"},
-    {DEVICE_FEW_RANKS, "p2p", "libepic_cuda.so", "epic_backend_p2p",
+    {DEVICE_FEW_RANKS, 0, "p2p", "libepic_cuda.so", "epic_backend_p2p",
      "it is not next to libepic.so; a build has it where it finds nvcc (CUDA's toolkit): build "
      "again",
      "install the CUDA runtime that it was built for"},
-    {DEVICE_FEW_RANKS, "hosts", "libepic_hosts.so", "epic_backend_hosts",
+    {DEVICE_FEW_RANKS, 0, "hosts", "libepic_hosts.so", "epic_backend_hosts",
      "GPUs of several hosts need it: install CUDA's toolkit (nvcc) and UCX (Debian, Ubuntu: "
      "libucx-dev) and build libepic again",
      "install the CUDA runtime that it was built for"},
-    {DEVICE_MOST_RANKS, "p2p", "libepic_cuda_many.so", "epic_backend_p2p",
+    {DEVICE_FEW_RANKS, EPIC_CAN_REGROUP, "p2p", "libepic_cuda_regroup.so", "epic_backend_p2p",
+     "groups with EPIC_CAN_REGROUP need it: build libepic again with "
+     "EPIC_GPU_REGROUP=ON",
+     "install the CUDA runtime that it was built for"},
+    {DEVICE_MOST_RANKS, 0, "p2p", "libepic_cuda_many.so", "epic_backend_p2p",
      "groups of more than 32 GPUs need it: build libepic again with EPIC_MANY=ON",
      "install the CUDA runtime that it was built for"},
-    {DEVICE_MOST_RANKS, "hosts", "libepic_hosts_many.so", "epic_backend_hosts",
+    {DEVICE_MOST_RANKS, 0, "hosts", "libepic_hosts_many.so", "epic_backend_hosts",
      "groups of more than 32 GPUs need it: install UCX (Debian, Ubuntu: libucx-dev) and build "
      "libepic again with EPIC_MANY=ON",
      "install the CUDA runtime that it was built for"},
@@ -100,19 +107,39 @@ epic_result backend_place(bool *on_device, const char *name)
     return is_known || *on_device ? EPIC_OK : fail_no_backend(name);
 }
 
-epic_result backend_find(const epic_backend **out, const char *name, int num_ranks)
+bool backend_supports(const epic_backend *backend, uint32_t flags)
+{
+    return !(flags & EPIC_CAN_REGROUP) || backend->transport->regroup;
+}
+
+/* The only flag is EPIC_CAN_REGROUP. */
+static epic_result fail_flags(const char *name)
+{
+    return epic_fail(EPIC_ENOTSUP,
+                     "config.flags is EPIC_CAN_REGROUP: must be 0 with backend \"%s\", whose "
+                     "groups cannot continue without a rank; the backends shm, threads and p2p "
+                     "support it",
+                     name);
+}
+
+epic_result backend_find(const epic_backend **out, const char *name, int num_ranks,
+                         uint32_t flags)
 {
     const plugin *found = NULL;
     for (int i = 0; epic_backends[i]; i++) {
         *out = epic_backends[i];
-        if (!strcmp((*out)->name, name)) return EPIC_OK;
+        if (strcmp((*out)->name, name) != 0) continue;
+        return backend_supports(*out, flags) ? EPIC_OK : fail_flags(name);
     }
     for (int i = 0; i < NUM_PLUGINS; i++) {
-        if (strcmp(plugins[i].name, name) != 0) continue;
+        if (strcmp(plugins[i].name, name) != 0 || flags & ~plugins[i].flags) continue;
         found = &plugins[i];
         if (num_ranks <= found->max_ranks) break;
     }
-    return found ? load_plugin(out, found) : fail_no_backend(name);
+    if (found) return load_plugin(out, found);
+    bool on_device;
+    TRY(backend_place(&on_device, name)); /* fails if no backend has that name */
+    return fail_flags(name);
 }
 
 bool backend_fetch(void *to, const void *from, size_t bytes)

@@ -138,6 +138,7 @@ epic_result rank_info_fill(rank_info *mine, const epic_bootstrap *bootstrap,
     mine->max_in_flight = config->max_in_flight;
     mine->max_sms = config->max_sms;
     mine->max_top_k = config->max_top_k;
+    mine->flags = config->flags;
     snprintf(mine->backend, sizeof mine->backend, "%s", config->backend ? config->backend : "");
     snprintf(mine->name, sizeof mine->name, "%s", config->name);
     mine->random = random_uint64();
@@ -188,6 +189,7 @@ static epic_result compare_rank_infos(const rank_info *a, const rank_info *b, in
         {"config.max_in_flight", a->max_in_flight, b->max_in_flight},
         {"config.max_sms", a->max_sms, b->max_sms},
         {"config.max_top_k", a->max_top_k, b->max_top_k},
+        {"config.flags", a->flags, b->flags},
     };
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
         if (fields[i].first != fields[i].other)

@@ -23,7 +23,7 @@ typedef struct rank_info {
     int64_t refused;
     int64_t rank, num_ranks;
     int64_t max_tokens, max_row_bytes, staging_bytes, timeout_ms, max_in_flight, max_sms,
-        max_top_k;
+        max_top_k, flags;
     char backend[16];
     char name[64];
     uint64_t random; /* a new random value; the group id is a hash of the values of all ranks */

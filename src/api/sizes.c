@@ -134,7 +134,7 @@ epic_result epic_memory_v1(const epic_config *config, size_t config_size,
     TRY(config_read_sizes(&c, config, config_size));
     const epic_backend *backend;
     TRY(backend_find(&backend, c.backend ? backend_resolve_name(c.backend, true) : "shm",
-                     (int)c.num_ranks));
+                     (int)c.num_ranks, c.flags));
     info = context_memory(&c, backend);
     if (layer)
         TRY(epic_plan_bytes_v1(config, config_size, layer, layer_size, &info.plan_bytes));

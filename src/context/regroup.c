@@ -94,9 +94,10 @@ static epic_result check_context(const epic_context *ctx)
     if (!transport_of(ctx))
         return epic_fail(
             EPIC_ENOTSUP,
-            "backend \"%s\" cannot change the members of a group of %d ranks: open a new "
-            "group, or use backend \"shm\", \"threads\" or, with at most 32 ranks, \"p2p\"",
-            ctx->backend_name, ctx->num_ranks);
+            "config.flags is %u, and the backend is \"%s\": only groups with EPIC_CAN_REGROUP, "
+            "or "
+            "of the backends shm and threads, can continue without a rank; open a new group",
+            ctx->config.flags, ctx->backend_name);
     if (atomic_load(&ctx->windows))
         return epic_fail(
             EPIC_ENOTSUP,

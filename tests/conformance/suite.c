@@ -66,7 +66,8 @@ static epic_context *open_group(const member *m, uint32_t wanted, bool little)
                                 .max_sms =
                                     suite_there->max_sms ? suite_there->max_sms(ranks) : 0,
                                 .backend = m->backend,
-                                .native = m->native};
+                                .native = m->native,
+                                .flags = m->set_members ? EPIC_CAN_REGROUP : 0};
     epic_context *ctx;
     const epic_result result = epic_open(&ctx, m->bootstrap, &config);
     if (!CHECK_SAY(result == EPIC_OK, "open: %s", epic_error(ctx))) {

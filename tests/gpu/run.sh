@@ -13,8 +13,8 @@ DEATHS=${DEATHS:-6}
 STORM=${STORM:-10000}
 GPUS=$(nvidia-smi -L | wc -l)
 failed=0
-REGROUP=false # true: groups of GPUs can go on without a rank
-! grep -qs '^EPIC_GPU_REGROUP:BOOL=ON' build/CMakeCache.txt || REGROUP=true
+REGROUP=false # true: groups of GPUs can continue without a rank
+[ ! -e build/lib/libepic_cuda_regroup.so ] || REGROUP=true
 run() { timeout ${LIMIT:-120} "$OUT/$@" || failed=1; }
 
 # Runs tests with heaps that are memory of cuMemCreate(). usage: heaps RANKS GPUS
@@ -88,6 +88,11 @@ run gpu_check 2 1 processes 10 $((SEED + 9800)) usual windows
 run gpu_check 16 1 threads 20 $((SEED + 16000))
 run gpu_check 16 1 threads 20 $((SEED + 16300)) lowlat
 run gpu_check 32 1 threads 5 $((SEED + 32000))
+if $REGROUP; then
+    for ranks in 1 2 4 8; do run gpu_check_regroup $ranks 1 threads 20 $((SEED + ranks * 1000 + 70)); done
+    for ranks in 2 4; do run gpu_check_regroup $ranks 1 threads 20 $((SEED + ranks * 1000 + 370)) lowlat; done
+    run gpu_check_regroup 2 1 threads 20 $((SEED + 2970)) usual windows
+fi
 for ranks in 1 2 4 8; do run gpu_check_many_ranks $ranks 1 threads 20 $((SEED + ranks * 1000 + 40)); done
 run gpu_check_many_ranks 32 1 threads 5 $((SEED + 32040))
 run gpu_check_many_ranks 34 1 17 1 $((SEED + 34000)) small # two processes of 17 ranks

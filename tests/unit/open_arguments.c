@@ -54,7 +54,7 @@ static void try_open(void)
     REFUSE(EPIC_EINVAL, "staging_bytes", "-5", .staging_bytes = -5);
     REFUSE(EPIC_EINVAL, "max_in_flight", "65", .max_in_flight = 65);
     REFUSE(EPIC_EINVAL, "max_top_k", "65", .max_top_k = 65);
-    REFUSE(EPIC_EINVAL, "reserved", "1", .reserved = 1);
+    REFUSE(EPIC_EINVAL, "flags", "1", .flags = 1);
     REFUSE(EPIC_EINVAL, "num_ranks", "3", .num_ranks = 3);
     REFUSE(EPIC_EINVAL, "backend", "nonsense", .backend = "nonsense");
     REFUSE(EPIC_EINVAL, "name", "0123456789",

@@ -426,7 +426,8 @@ static void refused(const epic_bootstrap *bootstrap, void *self)
     CHECK_EQ(info.generation, 0);
     if (strcmp(self, "self") == 0) {
         const epic_regroup_args args = {.step = 1};
-        check_failed(ctx, epic_regroup(ctx, &args, NULL), EPIC_ENOTSUP, "\"self\" cannot");
+        check_failed(ctx, epic_regroup(ctx, &args, NULL), EPIC_ENOTSUP,
+                     "the backend is \"self\"");
     } else {
         for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
             check_failed(ctx, epic_regroup(ctx, &bad[i].args, NULL), EPIC_EINVAL, bad[i].why);

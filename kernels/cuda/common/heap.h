@@ -29,8 +29,8 @@
 #include "rules/device_layout.h"
 
 #define WITH_WINDOWS (!HOSTS && !MANY_RANKS) /* 1: contexts can have windows */
-/* 1: seats of a group can become vacant (docs/internals/members.md). The CMake option
- * EPIC_GPU_REGROUP defines the macro EPIC_GPU_REGROUP. */
+/* 1: seats of a group can become vacant (docs/internals/members.md). The macro EPIC_GPU_REGROUP is
+ * defined in libepic_cuda_regroup.so only. */
 #ifdef EPIC_GPU_REGROUP
 #define WITH_VACANT_SEATS (!HOSTS && !MANY_RANKS)
 #else

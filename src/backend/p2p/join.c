@@ -24,18 +24,37 @@ typedef struct join_handle {
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
 } join_handle;
 
+/* Checks that all ranks are on one host if the group must be able to continue without a rank. A
+ * host that cannot be reached is not surely dead. */
+static bool may_regroup(const epic_peer *peers, int num_ranks, const epic_config *config,
+                        char *why)
+{
+    if (!(config->flags & EPIC_CAN_REGROUP)) return true;
+    for (int q = 1; q < num_ranks; q++) {
+        if (p2p_same(peers[q].host, peers[0].host)) continue;
+        snprintf(
+            why, 256,
+            "config.flags is EPIC_CAN_REGROUP: must be 0 for ranks on several hosts; ranks 0 "
+            "and %d are on different hosts",
+            q);
+        return false;
+    }
+    return true;
+}
+
 /* Implements epic_backend.can_join: all ranks must be on one host or in one NVLink domain. */
 static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                          char *why)
 {
-    (void)config;
     if (!p2p_any_device(why)) return false;
     if (num_ranks > DEVICE_MAX_RANKS) {
-        snprintf(why, 256, "num_ranks is %d: must be at most %d in backend p2p", num_ranks,
-                 DEVICE_MAX_RANKS);
+        snprintf(why, 256, "num_ranks is %d: must be at most %d in backend p2p%s", num_ranks,
+                 DEVICE_MAX_RANKS,
+                 config->flags & EPIC_CAN_REGROUP ? " with EPIC_CAN_REGROUP" : "");
         return false;
     }
-    return p2p_fabric_joins(peers, num_ranks, why) && p2p_share_library(peers, num_ranks, why);
+    return may_regroup(peers, num_ranks, config, why) &&
+           p2p_fabric_joins(peers, num_ranks, why) && p2p_share_library(peers, num_ranks, why);
 }
 
 static epic_result make_heap(epic_group *g)

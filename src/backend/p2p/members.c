@@ -73,11 +73,6 @@ static epic_result begin_regroup(epic_group *g)
         return epic_fail(
             EPIC_ENOTSUP,
             "ctx has windows: the members of such a group cannot change; open a new group");
-    if (p2p_spans_hosts(g))
-        return epic_fail(EPIC_ENOTSUP,
-                         "ctx has ranks on several hosts: the members of such a group cannot "
-                         "change, because a host that cannot be reached is not surely dead; "
-                         "open a new group");
     if (shares_device(g)) return EPIC_OK;
     TRY(p2p_cuda(cudaGetDevice(&before), "the current device"));
     TRY(p2p_cuda(cudaSetDevice(g->device), "the device of the context"));

@@ -211,7 +211,8 @@ static void open_rank(rank_state *s)
                                 .max_row_bytes = ROW,
                                 .num_ranks = (uint32_t)num_ranks,
                                 .timeout_ms = fault == STOPPED ? STOP_TIMEOUT_MS : TIMEOUT_MS,
-                                .backend = "p2p"};
+                                .backend = "p2p",
+                                .flags = EPIC_CAN_REGROUP};
     epic_bootstrap bootstrap;
     must(!epic_bootstrap_tcp(&bootstrap, &tcp), "bootstrap", s);
     must(!epic_open(&s->ctx, &bootstrap, &config), "open", s);

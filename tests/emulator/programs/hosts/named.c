@@ -14,6 +14,8 @@
 #include "check.h"
 #include "run.h"
 
+static int num_hosts; /* of the first group */
+
 static epic_config config_of(const char *backend)
 {
     return (epic_config){
@@ -40,16 +42,38 @@ static void check_windows(epic_context *ctx)
               epic_error(ctx));
 }
 
-/* Checks that a p2p group on several hosts cannot change its members: a host that cannot be
- * reached counts as dead there, but may go on by itself. */
+/* Checks that a group without EPIC_CAN_REGROUP cannot change its members. */
 static void check_regroup(epic_context *ctx)
 {
     const epic_regroup_args args = {.patience_ms = 100};
-    const bool is_p2p = strcmp(epic_backend_name(ctx), "p2p") == 0;
-    if (!is_p2p || epic_num_hosts(ctx) == 1) return;
     CHECK(epic_regroup(ctx, &args, NULL) == EPIC_ENOTSUP);
-    CHECK_SAY(strstr(epic_error(ctx), "ctx has ranks on several hosts: the members") != NULL,
-              "%s", epic_error(ctx));
+    CHECK_SAY(strstr(epic_error(ctx), "config.flags is 0, and the backend is") != NULL, "%s",
+              epic_error(ctx));
+}
+
+/* Opens a group with EPIC_CAN_REGROUP. Only ranks of one host can open it: a host that cannot be
+ * reached counts as dead, but may continue by itself. More than 32 ranks cannot open it. */
+static void ask_for_regroup(const epic_bootstrap *bootstrap, void *wanted)
+{
+    epic_context *ctx;
+    epic_config config = config_of("gpu");
+    const bool is_p2p = strcmp(wanted, "p2p") == 0, is_many = bootstrap->num_ranks > 32;
+    config.num_ranks = (uint32_t)bootstrap->num_ranks;
+    config.flags = EPIC_CAN_REGROUP;
+    choose_gpu(bootstrap->rank);
+    const epic_result result = epic_open(&ctx, bootstrap, &config);
+    const bool is_open = is_p2p && !is_many && num_hosts == 1;
+    CHECK_SAY(result == (is_open ? EPIC_OK : EPIC_ENOTSUP), "%s", epic_error(ctx));
+    if (is_open) CHECK(strcmp(epic_backend_name(ctx), "p2p") == 0);
+    if (!is_open)
+        CHECK_SAY(strstr(epic_error(ctx),
+                         is_many  ? "must be at most 32 in backend p2p with EPIC_CAN_REGROUP"
+                         : is_p2p ? "config.flags is EPIC_CAN_REGROUP: must be 0 for ranks on "
+                                    "several hosts; ranks 0 and"
+                                  : "config.flags is EPIC_CAN_REGROUP: must be 0 with backend "
+                                    "\"hosts\""),
+                  "%s", epic_error(ctx));
+    epic_close(ctx);
 }
 
 /* Prints once why the ranks cannot open a group, and ends them. */
@@ -66,6 +90,7 @@ static void open_as(const epic_bootstrap *bootstrap, const char *backend, const 
     }
     CHECK_SAY(strcmp(epic_backend_name(ctx), wanted) == 0, "rank %d took %s", bootstrap->rank,
               epic_backend_name(ctx));
+    if (bootstrap->rank == 0) num_hosts = epic_num_hosts(ctx);
     check_windows(ctx);
     check_regroup(ctx);
     epic_close(ctx);
@@ -113,6 +138,7 @@ int main(int argc, char **argv)
     const int ranks = atoi(argv[1]);
     check_begin();
     run_threads(ranks, ask_by_name, argv[2]);
+    run_threads(ranks, ask_for_regroup, argv[2]);
     check_memory();
     if (strcmp(argv[2], "hosts") == 0)
         run_threads(ranks, ask_for_p2p, argc > 3 ? argv[3] : "different hosts:");
