@@ -25,7 +25,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of libraries, as the core loads plugins from its own folder."""
     folder = tmp_path_factory.mktemp("emulated") / "libraries"
     folder.mkdir()
-    plugins = [EMULATED / f"libepic_{name}.so" for name in ("cuda", "hosts")]
+    plugins = [EMULATED / f"libepic_{name}.so" for name in ("cuda", "cuda_regroup", "hosts")]
     own = [LIBRARIES / f"libepic_{name}.so" for name in ("jax", "ucx")]
     for library in (*LIBRARIES.glob("libepic.so*"), *own, *plugins):
         (folder / library.name).symlink_to(library)
@@ -82,6 +82,15 @@ def test_experts_in_e4m3(emulated: Server, libraries: Path, ranks: int) -> None:
     running = [
         emulated.start(program, str(rank), str(ranks), port, env=env) for rank in range(ranks)
     ]
+    said = finish(running, LIMIT)
+    assert all(out.splitlines()[-1:] == ["right"] for out in said), said
+
+
+def test_members(emulated: Server, libraries: Path) -> None:
+    """Two ranks of one host continue without the third, with the program compiled before."""
+    port, program = str(free_port()), str(HERE / "emulated_members.py")
+    env = environment_of(libraries)
+    running = [emulated.start(program, str(rank), port, env=env) for rank in range(3)]
     said = finish(running, LIMIT)
     assert all(out.splitlines()[-1:] == ["right"] for out in said), said
 

@@ -53,6 +53,12 @@ def test_arguments(opened: Any) -> None:
     with pytest.raises(epic.jax.EpicArgumentError, match="patience_ms is -1"):
         group.shrink(patience_ms=-1)
     group.close()
+    sizes: Any = {"max_tokens": 1, "max_row_bytes": 4, "name": "members"}
+    with pytest.raises(epic.jax.EpicArgumentError, match="can_shrink is a int"):
+        epic.jax.open(**sizes, can_shrink=1)  # type: ignore[arg-type]
+    wanted = 'can_shrink is True: must be False with backend "self"'
+    with pytest.raises(epic.jax.EpicError, match=wanted):
+        epic.jax.open(**sizes, can_shrink=True, backend="self", ranks=[0], num_ranks=1)
     for call in (group.shrink, lambda: group.members):
         with pytest.raises(epic.jax.EpicError, match="not open"):
             call()

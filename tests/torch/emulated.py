@@ -390,6 +390,13 @@ def case_members(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
         agree(results[0], results[1], 2e-5)
 
 
+def case_no_shrink(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
+    """Check the error of a GPU group without can_shrink; a CPU group does not need it."""
+    wanted = 'can_shrink is False, and the backend is "p2p": only groups with can_shrink=True'
+    expect_error(on_gpu.shrink, wanted)
+    assert on_host.shrink().generation == 1
+
+
 def case_distinct(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
     """Check that a token that names an expert twice is reported by check() of every rank."""
     layer = epic.torch.Layer(8, 3, distinct=True)
@@ -637,7 +644,11 @@ def case_vllm(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
 
 
 CASES = {n.removeprefix("case_"): f for n, f in list(globals().items()) if n[:5] == "case_"}
-OTHER_SIZES = {"invariant": {"max_tokens": 32}}  # this case uses as many tokens as a group allows
+# "invariant" uses as many tokens as a group allows.
+OTHER_OPTIONS: dict[str, dict[str, Any]] = {
+    "invariant": {"max_tokens": 32},
+    "members": {"can_shrink": True},
+}
 
 
 # ------------------------------------------------------------------------------- ranks ----
@@ -651,7 +662,7 @@ def run(rank: int, bootstraps: dict[Any, Any], names: list[str]) -> None:
             epic.torch.Group(
                 bootstrap=bootstraps[name, backend][rank],
                 backend=backend,
-                **SIZES | OTHER_SIZES.get(name, {}),
+                **SIZES | OTHER_OPTIONS.get(name, {}),
             )
             for backend in ("p2p", "threads")
         )

@@ -44,7 +44,7 @@ def run(script: str, folder: Path, plugins: tuple[str, ...], *words: str, **more
 def test_on_a_gpu_of_threads(tmp_path: Path, words: list[str]) -> None:
     """Check two ranks of one host."""
     more = {"EMULATED_GPUS": "3", "EPIC_NCCL": str(EMULATED / "nccl" / "libnccl.so.2")}
-    run("emulated.py", tmp_path, ("libepic_cuda.so",), *words, **more)
+    run("emulated.py", tmp_path, ("libepic_cuda.so", "libepic_cuda_regroup.so"), *words, **more)
 
 
 @pytest.mark.night

@@ -101,11 +101,31 @@ def test_leave_and_evict(world: World) -> None:
     assert world.run(leave_and_evict) == ["stayed", "left", "not named", "evicted"]
 
 
+def open_different(rank: int) -> str:
+    """Return the error of a group that only rank 0 opens with can_shrink."""
+    with pytest.raises(epic.torch.EpicError) as found:
+        epic.torch.Group(**SIZES, can_shrink=rank == 0)
+    return str(found.value)
+
+
+def test_different_arguments(world: World) -> None:
+    """The error of a mismatch names the argument and both values."""
+    wanted = "rank 0 has can_shrink=True, rank 1 has can_shrink=False"
+    assert all(wanted in said for said in world.run(open_different))
+
+
 def test_arguments() -> None:
     """Errors name the argument in Python."""
+    with pytest.raises(epic.EpicArgumentError, match="can_shrink is a int: must be a bool"):
+        epic.torch.Group(num_ranks=1, **SIZES, can_shrink=1)  # type: ignore[arg-type]
+    wanted = 'can_shrink is True: must be False with backend "self"'
+    with pytest.raises(epic.torch.EpicError, match=wanted):
+        epic.torch.Group(num_ranks=1, **SIZES, can_shrink=True, backend="self")
+    with epic.torch.Group(num_ranks=1, **SIZES, can_shrink=True) as group:
+        assert group.backend == "threads" and group.shrink().ranks == (0,)
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
         assert group.members.ranks == (0,)
-        with pytest.raises(epic.torch.EpicError, match="can continue without a rank"):
+        with pytest.raises(epic.torch.EpicError, match=r'can_shrink is False, .*"self": only'):
             group.shrink()
         with pytest.raises(epic.EpicArgumentError, match="only contains 1: must"):
             group.shrink(only=[1], authority=1)

@@ -37,6 +37,7 @@ EPIC_F32 = 1  # a value of epic_type
 # The flag EPIC_DISPATCH_AGAIN: backward dispatches the rows again, so forward does not save them.
 DISPATCH_AGAIN = 128
 INVARIANT = 1024  # the flag EPIC_INVARIANT
+CAN_REGROUP = 4096  # the flag EPIC_CAN_REGROUP
 
 
 def struct(name: str, *parts: tuple[str, Any]) -> type[ctypes.Structure]:
@@ -75,7 +76,7 @@ Config = struct(
     ("backend", c_char_p),
     ("name", c_char_p),
     ("native", c_void_p),
-    *uints("max_top_k reserved"),
+    *uints("max_top_k flags"),
 )
 Layer = struct(
     "Layer",

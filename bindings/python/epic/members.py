@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from epic import _native
 from epic.errors import EpicArgumentError
+from epic.options import check_kind
 
 WORD = 64  # ranks in one element of a set of the core
 
@@ -61,6 +62,12 @@ def members_of(info: ctypes.Structure) -> Members:
         info.least_step,
         info.greatest_step,
     )
+
+
+def group_flags(can_shrink: bool) -> int:
+    """Return the flags of the core for the argument can_shrink of a group."""
+    check_kind("can_shrink", can_shrink, bool)
+    return _native.CAN_REGROUP if can_shrink else 0
 
 
 def read_members(context: int) -> Members:

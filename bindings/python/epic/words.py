@@ -36,6 +36,9 @@ PHRASES = {
     "EPIC_DISTINCT": "distinct=True",
     "EPIC_DROP_ABSENT": "drop_absent=True",
     "EPIC_ABSENT": "-1",
+    "config.flags is 0": "can_shrink is False",
+    "config.flags is EPIC_CAN_REGROUP: must be 0": "can_shrink is True: must be False",
+    "EPIC_CAN_REGROUP": "can_shrink=True",
     "flag EPIC_LOSS_BY_CALLER": "loss_axes (1: given)",
     "EPIC_CAPACITY_EXACT": "EXACT",
     "EPIC_QUANTIZE_NONE": "None",
@@ -91,16 +94,18 @@ WHY_DISTINCT = (
     "(a layer passes distinct=True unless it has forced, table, token_mask, grouped_mm or "
     "quantize: pass these on every rank or on none)"
 )
-FLAGS = re.compile(r"\blayer\.flags (\d+), rank (\d+) (\w+) (\d+)")
+FLAGS = re.compile(r"\b(layer|config)\.flags (\d+), rank (\d+) (\w+) (\d+)")
 BYTES = re.compile(r"\b(\w+)\.row_bytes is (\d+)")
 ROWS = re.compile(r"\b(\w+)\.num_rows is (\d+)")
 
 
 def name_flag(found: re.Match[str]) -> str:
-    """Translate a mismatch of layer.flags between two ranks to the argument that differs."""
-    first, rank, verb, second = found.groups()
+    """Translate a mismatch of flags between two ranks to the argument that differs."""
+    where, first, rank, verb, second = found.groups()
     one, other = int(first), int(second)
     name, flag = ("distinct", 8) if (one ^ other) & 8 else ("drop_absent", 2048)
+    if where == "config":
+        name, flag = "can_shrink", 4096
     why = f" {WHY_DISTINCT}" if name == "distinct" else ""
     return f"{name}={bool(one & flag)}, rank {rank} {verb} {name}={bool(other & flag)}{why}"
 

@@ -19,7 +19,7 @@ from epic.jax.arrays import as_axes, check_kind
 from epic.jax.bootstrapping import JaxStore, distributed_store
 from epic.jax.library import load_handlers
 from epic.jax.members import read_all, regroup_all
-from epic.members import Members
+from epic.members import Members, group_flags
 from epic.options import INT64_MAX, Layer, backend_for, check_int, encode_text
 from epic.store import StoreExchange
 from epic.waits import Waits, read_waits
@@ -137,7 +137,10 @@ class Group:
         only: Iterable[int] | None = None,
         authority: int = 0,
     ) -> list[Members]:
-        """Go on in the same group after an error that broke it.  Only with "shm" and "threads".
+        """Go on in the same group after an error that broke it.
+
+        Backends "shm" and "threads" support this, and "p2p" with at most 32 ranks, if the group was
+        opened with can_shrink=True.
 
         All processes that live make this call, once for all their ranks.  First it waits for the
         arrays that are alive.  Afterwards the group works again, with the same numbers of ranks and
@@ -446,6 +449,7 @@ def open(
     backend: str | None = None,
     max_sms: int = 0,
     max_top_k: int = 0,
+    can_shrink: bool = False,
     command_buffers: bool = True,
 ) -> Group:
     """Open the groups of a mesh.
@@ -484,6 +488,11 @@ def open(
         max_sms: the largest number of SMs that a call uses on a GPU; 0: the core chooses.
         max_top_k: the largest top_k of the group's layers; 0: 64.  A smaller value saves
             memory, above all on GPUs.
+        can_shrink: whether the groups can go on without a rank (`Group.shrink`, `Group.leave`);
+            equal in all processes, which must be on one host.  On CPUs, groups of "shm" and
+            "threads" can do so without it, too.  On GPUs it needs backend "p2p" with at most 32
+            ranks, and libepic_cuda_regroup.so.  Calls on few tokens then take about 1.6 % more
+            time.
         command_buffers: whether XLA may put the calls into its CUDA graphs.
 
     Returns:
@@ -543,6 +552,7 @@ def open(
     config.timeout_ms = check_int("timeout_ms", timeout_ms)
     config.staging_bytes = check_int("staging_bytes", staging_bytes, most=INT64_MAX)
     config.max_sms, config.max_top_k = check_int("max_sms", max_sms), group.max_top_k
+    config.flags = group_flags(can_shrink)
     config.name = encode_text("name", name)
     config.backend = encode_text("backend", backend) if backend else None
     config.native = None if native is None else bootstrapping.address_of(native)
