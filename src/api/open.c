@@ -182,13 +182,16 @@ static epic_result agree_on_backend(const epic_backend **out, const epic_context
     return agree_on_result(bootstrap, mine, all, found);
 }
 
+static epic_sm_budget sm_budget = {.mutex = PTHREAD_MUTEX_INITIALIZER};
+
 static epic_result join_group(epic_context *ctx, const epic_backend *backend,
                               const epic_bootstrap *bootstrap, const epic_peer *peers)
 {
     const epic_join how = {.bootstrap = bootstrap,
                            .config = &ctx->config,
                            .peers = peers,
-                           .group_id = ctx->group_id};
+                           .group_id = ctx->group_id,
+                           .sm_budget = &sm_budget};
     TRY(backend_copy_error(backend, backend->join(&ctx->group, &how)));
     ctx->backend = backend;
     return EPIC_OK;

@@ -9,6 +9,7 @@
 #ifndef EPIC_BACKEND_H
 #define EPIC_BACKEND_H
 
+#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -72,12 +73,22 @@ static inline bool peers_share_domain(const epic_peer *peers, int num_ranks)
     return true;
 }
 
-/* The arguments of join. They are valid only during the call. */
+#define EPIC_MAX_DEVICES 64
+
+/* The number of SMs of each GPU that the groups of this process use. All plugins share it, so it
+ * is in libepic.so. */
+typedef struct epic_sm_budget {
+    pthread_mutex_t mutex; /* guards taken */
+    int taken[EPIC_MAX_DEVICES];
+} epic_sm_budget;
+
+/* The arguments of join. They are valid only during the call, except *sm_budget. */
 typedef struct epic_join {
     const epic_bootstrap *bootstrap; /* epic_open has checked gather, rank and num_ranks */
     const epic_config *config;       /* defaults filled in; equal on all ranks */
     const epic_peer *peers;          /* [num_ranks]: data about each rank */
     uint64_t group_id;               /* random; equal on all ranks */
+    epic_sm_budget *sm_budget;       /* used by device backends, until leave */
 } epic_join;
 
 typedef struct epic_backend {

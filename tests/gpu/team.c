@@ -29,6 +29,7 @@ typedef struct bootstrap { /* memory shared by all ranks */
     char seats[DEVICE_MAX_RANKS][SEAT_BYTES];
 } bootstrap;
 
+static epic_sm_budget sm_budget = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 static bootstrap *place;
 static char *shared;
 
@@ -126,7 +127,7 @@ static int run_rank(const team *t, int rank)
                                 .max_top_k = team_max_top_k()};
     CHECK_CUDA(cudaSetDevice(rank % t->num_gpus));
     gather_seats(&me, &mine, peers, sizeof mine);
-    const epic_join join = {&bootstrap, &config, peers, place->group_id};
+    const epic_join join = {&bootstrap, &config, peers, place->group_id, &sm_budget};
     epic_result result = BACKEND.join(&me.group, &join);
     uint32_t results[DEVICE_MAX_RANKS], own = (uint32_t)result;
     gather_seats(&me, &own, results, sizeof own);

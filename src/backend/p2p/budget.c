@@ -2,39 +2,36 @@
 /* Tracks how many SMs of each GPU the contexts of this process use. Kernels of ranks that wait
  * for each other must run at the same time, or they deadlock. So the contexts on a GPU,
  * including contexts of different groups, must not use more SMs together than the GPU has. */
-#include <pthread.h>
 #include <string.h>
 
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 
-#define MAX_DEVICES 64
 #define SMALL_TOKENS 32
 /* P2P_SMALL_SMS is used only if all ranks together send at most this many bytes to one rank. */
 #define SMALL_BYTES (512 << 10)
 
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static int taken[MAX_DEVICES]; /* number of SMs in use on each device; guarded by mutex */
-
-int p2p_budget_taken(int device)
+int p2p_budget_taken(const epic_group *g)
 {
-    if (device >= MAX_DEVICES) return 0;
-    pthread_mutex_lock(&mutex);
-    const int sms = taken[device];
-    pthread_mutex_unlock(&mutex);
+    epic_sm_budget *budget = g->sm_budget;
+    if (g->device >= EPIC_MAX_DEVICES) return 0;
+    pthread_mutex_lock(&budget->mutex);
+    const int sms = budget->taken[g->device];
+    pthread_mutex_unlock(&budget->mutex);
     return sms;
 }
 
-/* Reserves `sms` SMs of a device and returns true. If this would make more than `most` SMs of
- * the device used, reserves none and returns false. Sets *others to the number of SMs in use
- * before the call. */
-static bool budget_add(int device, int sms, int most, int *others)
+/* Reserves `sms` SMs of the group's device and returns true. If this would make more than `most`
+ * SMs of the device used, reserves none and returns false. Sets *others to the number of SMs in
+ * use before the call. */
+static bool budget_add(const epic_group *g, int sms, int most, int *others)
 {
-    pthread_mutex_lock(&mutex);
-    *others = taken[device];
-    const bool fits = taken[device] + sms <= most;
-    if (fits) taken[device] += sms;
-    pthread_mutex_unlock(&mutex);
+    epic_sm_budget *budget = g->sm_budget;
+    pthread_mutex_lock(&budget->mutex);
+    *others = budget->taken[g->device];
+    const bool fits = *others + sms <= most;
+    if (fits) budget->taken[g->device] += sms;
+    pthread_mutex_unlock(&budget->mutex);
     return fits;
 }
 
@@ -43,10 +40,10 @@ static bool budget_add(int device, int sms, int most, int *others)
 static epic_result budget_take(epic_group *g, int sms, int device_sms)
 {
     int others;
-    if (g->device >= MAX_DEVICES)
+    if (g->device >= EPIC_MAX_DEVICES)
         return epic_fail(EPIC_ENOTSUP, "device is %d: must be below %d in backend p2p",
-                         g->device, MAX_DEVICES);
-    if (!budget_add(g->device, sms, device_sms, &others))
+                         g->device, EPIC_MAX_DEVICES);
+    if (!budget_add(g, sms, device_sms, &others))
         return epic_fail(
             EPIC_EINVAL,
             "config.max_sms: %d SMs of device %d are needed, other contexts of this "
@@ -98,8 +95,8 @@ epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
 void p2p_budget_give_back(epic_group *g)
 {
     if (!g->num_sms) return;
-    pthread_mutex_lock(&mutex);
-    taken[g->device] -= g->num_sms;
-    pthread_mutex_unlock(&mutex);
+    pthread_mutex_lock(&g->sm_budget->mutex);
+    g->sm_budget->taken[g->device] -= g->num_sms;
+    pthread_mutex_unlock(&g->sm_budget->mutex);
     g->num_sms = 0;
 }

@@ -54,6 +54,7 @@ epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks)
     }
     pthread_mutex_init(&g->waits_lock, NULL);
     g->hooks = hooks;
+    g->sm_budget = join->sm_budget;
     g->rank = join->bootstrap->rank;
     g->num_ranks = join->bootstrap->num_ranks;
     g->config = *join->config;
@@ -109,7 +110,7 @@ epic_result p2p_group_device(epic_group *g, p2p_gpu *gpu)
     g->bulk = properties.major >= 9;
     memcpy(gpu->device, properties.uuid.bytes, sizeof gpu->device);
     gpu->device_sms = g->device_sms = properties.multiProcessorCount;
-    gpu->taken_sms = p2p_budget_taken(g->device);
+    gpu->taken_sms = p2p_budget_taken(g);
     return make_status(g);
 }
 

@@ -103,9 +103,10 @@ struct epic_group {
     epic_peer peers[DEVICE_MAX_RANKS];
     int32_t rank, num_ranks;
     int device;
-    int device_sms; /* number of SMs of the whole GPU */
-    int num_sms;    /* maximum number of SMs that an operation uses (budget.c) */
-    int ranks_here; /* number of ranks of the group that use this GPU */
+    int device_sms;            /* number of SMs of the whole GPU */
+    int num_sms;               /* maximum number of SMs that an operation uses (budget.c) */
+    int ranks_here;            /* number of ranks of the group that use this GPU */
+    epic_sm_budget *sm_budget; /* SMs that all groups of this process use */
     p2p_heap_kind heap_kind;
     struct p2p_heap_memory *heap_memory; /* NULL if heap_kind is P2P_HEAP_IPC */
     /* [r]: the mapping of the heap of rank r, if rank r is in another process */
@@ -192,8 +193,8 @@ void p2p_release(epic_group *group, void *memory);
 /* Writes one line about the GPUs of this host, for epic-info. */
 void p2p_describe(char *to, size_t size);
 
-/* Returns how many SMs of a device the contexts of this process use. */
-int p2p_budget_taken(int device);
+/* Returns how many SMs of the group's device the contexts of this process use. */
+int p2p_budget_taken(const epic_group *group);
 /* Reserves SMs of the GPU, and sets group->num_sms to their number (budget.c). `gpus`
  * [num_ranks] is the data of all ranks. Ranks that share a GPU get the same number of SMs.
  * Errors: EPIC_EINVAL, EPIC_ENOTSUP. */
