@@ -78,12 +78,12 @@ check epic_cuda nvcc
 # not build their machine code.
 if command -v nvcc >/dev/null && ! grep -q '^-- left out: .*UCX' "$here/log"; then
     installs=$here/build/kernels/cuda/cmake_install.cmake
-    for library in cuda hosts ucx; do
+    for library in cuda cuda_regroup hosts ucx; do
         grep -q "epic_$library" "$here/parts" || { echo "epic_$library is missing"; failed=1; }
         grep -q "libepic_$library.so" "$installs" || { echo "libepic_$library.so: not installed"; failed=1; }
     done
     targets_of tested >"$here/tested"
-    if grep -E '^(epic_(cuda|cuda_alone|cuda_checked|hosts)|cuda_.*)$' "$here/tested"; then
+    if grep -E '^(epic_(cuda|cuda_(alone|checked|regroup|many)|hosts|hosts_many)|cuda_.*)$' "$here/tested"; then
         echo "make test would build machine code"
         failed=1
     fi
@@ -91,6 +91,8 @@ if command -v nvcc >/dev/null && ! grep -q '^-- left out: .*UCX' "$here/log"; th
     wants gpu_tests cuda_gpu_check
     wants gpu_tests example_step_cuda
     wants gpu_tests epic_cuda
+    wants gpu_tests epic_cuda_regroup
+    wants gpu_tests cuda_gpu_check_regroup
     wants gpu_benchmarks cuda_gpu_bench
     wants gpu_hosts cuda_epic_local
     wants gpu_hosts epic_ucx
