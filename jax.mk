@@ -33,7 +33,7 @@ gpu-build-jax:
 	@$(call CMAKE,Release,$(GPU_JAX_OUT),-DEPIC_MPI=OFF -DEPIC_TESTS=OFF \
 	    -DEPIC_CUDA_ARCHITECTURES=90a-real)
 	@$(call GPU_NEEDED,$(GPU_JAX_OUT))
-	@$(call BUILD,$(GPU_JAX_OUT)) --target epic epic_cuda
+	@$(call BUILD,$(GPU_JAX_OUT)) --target epic epic_cuda epic_cuda_regroup
 	@$(call CMAKE,Release,$(GPU_JAX_OUT)/jax,-S bindings/jax \
 	    -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(abspath $(GPU_JAX_OUT)/lib) \
 	    -DEPIC_LIBRARY=$(abspath $(GPU_JAX_OUT)/lib/libepic.so) \

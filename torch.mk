@@ -38,7 +38,7 @@ ifeq ($(EPIC_LIBRARY_PATH),)
 	@$(call CMAKE,Release,$(GPU_TORCH_OUT),-DEPIC_MPI=OFF -DEPIC_TESTS=OFF \
 	    -DEPIC_CUDA_ARCHITECTURES=90a-real)
 	@$(call GPU_NEEDED,$(GPU_TORCH_OUT))
-	@$(call BUILD,$(GPU_TORCH_OUT)) --target epic epic_cuda epic_torch
+	@$(call BUILD,$(GPU_TORCH_OUT)) --target epic epic_cuda epic_cuda_regroup epic_torch
 endif
 
 gpu-test-torch: gpu-here gpu-build-torch

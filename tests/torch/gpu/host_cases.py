@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import epic.torch
 from epic.torch.module import EXPERT_WEIGHTS
-from parts import SIZES, UNEVEN, Data, numbers, through
+from parts import EXPERTS, SIZES, UNEVEN, Data, check_round, numbers, through
 from reference import relative
 
 Group = epic.torch.Group
@@ -153,27 +153,34 @@ BY_NCCL = {"data_parallel", "saved"}
 
 
 def killed(rank: int, size: int) -> tuple[float, str]:
-    """Let the last rank end between forward and backward; check() of the others names it."""
+    """Let the last rank end between forward and backward. Check that the others can name it, and
+    then continue without it. Return the seconds until the error, and its text."""
     import signal
     import time
 
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    with Group(**SIZES, device=device) as group:
-        x, w, ids, ct = Data(UNEVEN).mine(rank, str(device))
+    with Group(**SIZES, device=device, can_shrink=True) as group:
+        x, w, ids, ct = mine = Data(UNEVEN).mine(rank, str(device))
         out = through(group, True)(x, w, ids)
         torch.cuda.synchronize()
         dist.barrier()
         if rank == size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         begin = time.monotonic()
+        text = ""
         try:  # a rank that notices the death before its backward begins raises here
             out.backward(ct)
             torch.cuda.synchronize()
             group.check()
         except epic.torch.EpicError as error:
-            return time.monotonic() - begin, str(error)
-        return time.monotonic() - begin, ""
+            text = str(error)
+        seconds = time.monotonic() - begin
+        ranks = group.shrink(patience_ms=20_000).ranks
+        assert ranks == tuple(range(size - 1)), ranks
+        placed = torch.tensor([e % (size - 1) for e in range(EXPERTS)], dtype=torch.int32)
+        check_round(through(group, True, rank_of_expert=placed.to(device)), mine, 1e-5)
+        return seconds, text
 
 
 def deaths(size: int) -> str:
