@@ -12,8 +12,8 @@
  *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=6] [first=0] [MODE ...]
  * Modes: whole (without the parts), overlap, profile (only whole layers, with bf16 gradients of
  * weights, for a profiler), invariant (layers with sums by rank, in a tree, and with
- * EPIC_INVARIANT, and their parts, alone), decode (CUDA graphs of the forward pass and of its
- * parts alone, in us), tiny (a small layer, as a quick test) */
+ * EPIC_INVARIANT, and their parts, alone), decode (times of the forward pass and of each of its
+ * parts, in CUDA graphs), tiny (a small layer, as a quick test) */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdio.h>
