@@ -137,14 +137,14 @@ class Group:
         only: Iterable[int] | None = None,
         authority: int = 0,
     ) -> list[Members]:
-        """Go on in the same group after an error that broke it.
+        """Continue in the same group after an error that broke it.
 
-        Backends "shm" and "threads" support this, and "p2p" with at most 32 ranks, if the group was
-        opened with can_shrink=True.
+        Backends "shm" and "threads" support this.  Backend "p2p" supports it with at most 32 ranks,
+        if the group was opened with can_shrink=True.
 
-        All processes that live make this call, once for all their ranks.  First it waits for the
-        arrays that are alive.  Afterwards the group works again, with the same numbers of ranks and
-        the same sizes, so compiled programs stay valid.
+        All processes that live make this call, once for all their ranks.  The call first waits for
+        the arrays that are alive.  Afterwards the group works again.  Its ranks keep their numbers,
+        and its sizes stay the same, so compiled programs stay valid.
 
         Without a mesh the other ranks can go on without ranks that have died, hang or leave.  Place
         all experts on members (rank_of_expert= or logical_of_expert=).  With a mesh a program runs
@@ -488,11 +488,10 @@ def open(
         max_sms: the largest number of SMs that a call uses on a GPU; 0: the core chooses.
         max_top_k: the largest top_k of the group's layers; 0: 64.  A smaller value saves
             memory, above all on GPUs.
-        can_shrink: whether the groups can go on without a rank (`Group.shrink`, `Group.leave`);
+        can_shrink: whether the groups can continue without a rank (`Group.shrink`, `Group.leave`);
             equal in all processes, which must be on one host.  On CPUs, groups of "shm" and
-            "threads" can do so without it, too.  On GPUs it needs backend "p2p" with at most 32
-            ranks, and libepic_cuda_regroup.so.  Calls on few tokens then take about 1.6 % more
-            time.
+            "threads" always can.  On GPUs, True needs backend "p2p", at most 32 ranks, and
+            libepic_cuda_regroup.so, and calls on few tokens take about 1.6 % more time.
         command_buffers: whether XLA may put the calls into its CUDA graphs.
 
     Returns:

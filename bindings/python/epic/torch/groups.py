@@ -324,9 +324,9 @@ class Group:
         max_top_k: Largest top_k of the group's layers. 0: 64. A smaller value saves memory,
             above all on GPUs.
         can_shrink: Whether the group can continue without a rank (`shrink`, `leave`); equal on all
-            ranks, which must be on one host. On CPUs, groups of "shm" and "threads" can do so
-            without it, too. On GPUs it needs backend "p2p" with at most 32 ranks, and
-            libepic_cuda_regroup.so. Operations on few tokens then take about 1.6 % more time.
+            ranks, which must be on one host. On CPUs, groups of "shm" and "threads" always can. On
+            GPUs, True needs backend "p2p", at most 32 ranks, and libepic_cuda_regroup.so, and
+            operations on few tokens take about 1.6 % more time.
 
     Raises:
         EpicArgumentError: An argument is invalid.
@@ -576,8 +576,8 @@ class Group:
         if all ranks have opened the group with can_shrink=True. Captured CUDA graphs stay valid.
 
         Call it on all ranks that live, after an error that broke the group, or when a rank calls
-        `leave`. The ranks agree on the members that continue. Then the group works again, with
-        the same numbers of ranks and the same sizes. Plans from before are refused. Place all
+        `leave`. The ranks agree on the members that continue. Then the group works again. Its ranks
+        keep their numbers, and its sizes stay the same. Plans from before are refused. Place all
         experts on members (rank_of_expert=), or drop the choices of absent experts
         (`Layer(drop_absent=True)`).
 
