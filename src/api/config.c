@@ -40,7 +40,8 @@ static epic_result read_timeout_env(uint32_t *timeout_ms)
     return EPIC_OK;
 }
 
-/* The code that launches kernels reads the variable itself (kernels/cuda/common/launch.cuh). */
+/* Checks the value of EPIC_EARLY_START. The code that launches kernels reads the variable again
+ * (kernels/cuda/common/launch.cuh). */
 static epic_result check_early_start_env(void)
 {
     const char *text = getenv("EPIC_EARLY_START");

@@ -62,9 +62,9 @@ static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *boo
 }
 
 /* Chooses the backend that the config names. If the config names no backend, chooses the first
- * backend in epic_backends that supports config->flags and can join these ranks. If no backend
- * in epic_backends can join them, chooses mpi. If mpi cannot join them either, the error text lists the reason of each
- * backend. */
+ * backend in epic_backends that supports config->flags and can join these ranks. If there is
+ * none, chooses mpi. If mpi cannot join the ranks either, the error text lists the reason of
+ * each backend. */
 static epic_result choose_backend(const epic_backend **out, const epic_peer *peers,
                                   int num_hosts, const epic_config *config)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds backends by name. The backends mpi, p2p and hosts are plugins (libraries of their own),
- * which are loaded when a context first uses them. p2p and hosts have further plugins: for
- * groups of many ranks (rules/device_layout.h), and p2p also for groups that can continue
- * without a rank. */
+ * which are loaded when a context first uses them. p2p and hosts each have one more plugin, for
+ * groups of many ranks (rules/device_layout.h). p2p also has a plugin for groups that can
+ * continue without a rank. */
 #include <dlfcn.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -112,7 +112,7 @@ bool backend_supports(const epic_backend *backend, uint32_t flags)
     return !(flags & EPIC_CAN_REGROUP) || backend->transport->regroup;
 }
 
-/* The only flag is EPIC_CAN_REGROUP. */
+/* Returns the error for a backend that does not support EPIC_CAN_REGROUP, the only flag. */
 static epic_result fail_flags(const char *name)
 {
     return epic_fail(EPIC_ENOTSUP,

@@ -75,8 +75,8 @@ static inline bool peers_share_domain(const epic_peer *peers, int num_ranks)
 
 #define EPIC_MAX_DEVICES 64
 
-/* The number of SMs of each GPU that the groups of this process use. All plugins share it, so it
- * is in libepic.so. */
+/* For each GPU, the number of SMs that the groups of this process use. The object is in
+ * libepic.so, because all plugins share it. */
 typedef struct epic_sm_budget {
     pthread_mutex_t mutex; /* guards taken */
     int taken[EPIC_MAX_DEVICES];

@@ -29,8 +29,8 @@
 #include "rules/device_layout.h"
 
 #define WITH_WINDOWS (!HOSTS && !MANY_RANKS) /* 1: contexts can have windows */
-/* 1: seats of a group can become vacant (docs/internals/members.md). The macro EPIC_GPU_REGROUP is
- * defined in libepic_cuda_regroup.so only. */
+/* 1: seats of a group can become vacant (docs/internals/members.md). Only the build of
+ * libepic_cuda_regroup.so defines EPIC_GPU_REGROUP. */
 #ifdef EPIC_GPU_REGROUP
 #define WITH_VACANT_SEATS (!HOSTS && !MANY_RANKS)
 #else
@@ -76,8 +76,8 @@
  * (docs/lab/cuda.md). */
 #define P2P_LOWLAT_ALONE_IDS 8192
 #define P2P_LOWLAT_ALONE_MASKS 8192
-/* Maximum number of experts of the layer. It is at most 32 x 32, because a warp handles 32
- * experts and adds up the slots of 32 warps (compute_slabs()). */
+/* Maximum number of experts of the layer. It must be at most 32 x 32, because compute_slabs()
+ * divides the experts into chunks of 32, and a warp adds up the slots of at most 32 chunks. */
 #define P2P_LOWLAT_EXPERTS 1024
 /* number of 64-bit words of expert ids per token; a word has two ids */
 #define P2P_LOWLAT_ID_WORDS 16

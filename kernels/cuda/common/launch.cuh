@@ -11,9 +11,10 @@
 #include <string.h>
 
 /* Returns whether kernels of the current device can start while the previous kernel of their
- * stream ends. The device must have compute capability 9.0 (Hopper). EPIC_EARLY_START is
- * defined unless such a device could run code that was compiled for an older one, because this
- * code does not wait. The environment variable of the same name can switch early starts off. */
+ * stream ends. The device must have compute capability 9.0 (Hopper) or later. The build does
+ * not define EPIC_EARLY_START if it makes code for older devices that a Hopper device could run
+ * too, because in such code wait_for_previous_kernel() does nothing. The environment variable
+ * EPIC_EARLY_START=0 switches early starts off. */
 inline bool can_start_early()
 {
 #ifdef EPIC_EARLY_START
@@ -43,8 +44,8 @@ inline cudaLaunchAttribute early_start()
     return attribute;
 }
 
-/* Enqueues a kernel. If this fails, also removes the error from CUDA's last error, because the
- * caller reports it. */
+/* Enqueues a kernel. If this fails, resets CUDA's last error, because the caller reports the
+ * returned error. */
 template <class Kernel, class... Arguments>
 static cudaError_t launch_configured(const cudaLaunchConfig_t &how, Kernel kernel,
                                      const Arguments &...arguments)
@@ -72,7 +73,7 @@ static cudaError_t launch_kernel(Kernel kernel, int ctas, int threads, int share
 }
 
 /* Waits until the previous kernel of the stream has ended and its stores are visible. Every
- * kernel calls it before it reads or writes anything except its parameters. */
+ * kernel calls this function before it accesses any memory except its parameters. */
 __device__ __forceinline__ void wait_for_previous_kernel()
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -296,8 +296,8 @@ __device__ __forceinline__ int32_t count_choices(LowlatPlan &tables, const p2p_p
 }
 
 /* Counts the choices of each expert, then computes the first slot of each expert's slab. A warp
- * handles 32 experts at a time, its lane one of them. Called by all threads of the CTA when all
- * ids have arrived; contains two barriers. */
+ * handles chunks of 32 experts, each lane one expert of a chunk. Called by all threads of the
+ * CTA when all ids have arrived; contains two barriers. */
 static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job)
 {
     const int experts = tables.num_experts, chunks = (experts + WARP - 1) / WARP;

@@ -56,8 +56,8 @@ struct LowlatPlan {
      * choice is wrong if its id is invalid or, with EPIC_DISTINCT, if the token has already
      * chosen the expert. */
     uint32_t bad_choice[DEVICE_MAX_RANKS];
-    /* Temporary values of compute_slabs(): the number of slots that 32 consecutive experts
-     * need. */
+    /* Temporary values of compute_slabs(). Element i is the number of slots that the experts
+     * 32 * i to 32 * i + 31 need. */
     int32_t chunk_slots[P2P_LOWLAT_EXPERTS / WARP];
     int32_t total_slots; /* number of slots of all ranks together */
     /* max_tokens: the tables have space for this many tokens per rank. num_groups: number of

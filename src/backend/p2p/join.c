@@ -24,8 +24,9 @@ typedef struct join_handle {
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
 } join_handle;
 
-/* Checks that all ranks are on one host if the group must be able to continue without a rank. A
- * host that cannot be reached is not surely dead. */
+/* Returns true if the group does not have EPIC_CAN_REGROUP, or if all its ranks are on one
+ * host. Otherwise writes the reason to `why`. Several hosts are not supported, because a host
+ * that cannot be reached may still run. */
 static bool may_regroup(const epic_peer *peers, int num_ranks, const epic_config *config,
                         char *why)
 {
