@@ -1,9 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Checks that every kernel calls wait_for_previous_kernel() before it does anything else, because a kernel
-# may start before the stores of the previous kernel of its stream are visible
-# (kernels/cuda/common/launch.cuh). Before the call a kernel may only declare variables in shared memory,
-# and prefetch its parameters.
+# Checks that every kernel calls wait_for_previous_kernel() before it does anything else. This is
+# necessary because a kernel may start before the stores of the previous kernel of its stream are visible
+# (kernels/cuda/common/launch.cuh). Before the call a kernel may only declare variables, and prefetch its
+# parameters.
 # usage: kernels.sh ROOT
 cd "$1" || exit 1
 find kernels/cuda -name '*.cu' -o -name '*.cuh' | sort | xargs awk '

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Checks in the machine code of libraries that every kernel for Hopper and later GPUs waits for the
 # previous kernel (the instruction ACQBULK) before it accesses global memory, branches or exits.
-# tests/kernels.sh checks the source, but the compiler may move loads of constant data.
+# tests/kernels.sh checks the source. This test is needed because the compiler may move loads of
+# constant data before the wait.
 # usage: early.sh LIBRARY...
 command -v cuobjdump >/dev/null || { echo "early.sh: left out, there is no cuobjdump"; exit 0; }
 [ $# -gt 0 ] || { echo "early.sh: no library to check"; exit 1; }

@@ -391,7 +391,7 @@ def case_members(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
 
 
 def case_no_shrink(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
-    """Check the error of a GPU group without can_shrink; a CPU group does not need it."""
+    """Check that without can_shrink a GPU group cannot shrink, and a CPU group can."""
     wanted = 'can_shrink is False, and the backend is "p2p": only groups with can_shrink=True'
     expect_error(on_gpu.shrink, wanted)
     assert on_host.shrink().generation == 1
@@ -644,7 +644,7 @@ def case_vllm(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
 
 
 CASES = {n.removeprefix("case_"): f for n, f in list(globals().items()) if n[:5] == "case_"}
-# "invariant" uses as many tokens as a group allows.
+# "invariant" uses as many tokens as its group allows.
 OTHER_OPTIONS: dict[str, dict[str, Any]] = {
     "invariant": {"max_tokens": 32},
     "members": {"can_shrink": True},

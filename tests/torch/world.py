@@ -62,9 +62,9 @@ def begin(rank: int) -> None:
 class World:
     """A number of processes that run functions of the tests.
 
-    If the functions use CUDA, uses_cuda must be true. The server then imports only epic.torch.
-    Other modules may use CUDA when they are imported, and after that forked processes cannot use
-    it.
+    If the functions use CUDA, uses_cuda must be True. Then the process from which all others are
+    forked imports only epic.torch, because other modules may use CUDA when they are imported. If
+    a process has used CUDA, processes forked from it cannot use CUDA.
     """
 
     def __init__(self, size: int, uses_cuda: bool = False) -> None:
@@ -77,8 +77,9 @@ class World:
         context, port = multiprocessing.get_context("forkserver"), free_port()
         # Else each process starts a pool of processes. The import of torch._dynamo reads it.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-        # The server imports these once for all processes, and the others if a test uses them.
-        # The first torch.compile of a process imports the last one, which takes 1.3 s.
+        # The server of forkserver imports the modules in `preloaded` once for all processes. They
+        # include those modules of OTHERS that the tests have imported. The first torch.compile of a
+        # process would import torch._inductor.compile_fx, which takes 1.3 s.
         others = [name for name in OTHERS if name.partition(".")[0] in sys.modules]
         preloaded = ["epic.torch"]
         if not self.uses_cuda:

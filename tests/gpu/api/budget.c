@@ -32,8 +32,8 @@ static epic_result open_with(epic_context **ctx, uint32_t max_sms)
     return open_with_flags(ctx, max_sms, 0);
 }
 
-/* Groups with and without EPIC_CAN_REGROUP have kernels of different libraries, which share the
- * SMs, too. */
+/* Checks that groups with and without EPIC_CAN_REGROUP share the SMs, although their kernels
+ * are in different libraries. */
 static void test_two_libraries(uint32_t all)
 {
     epic_context *first, *second;

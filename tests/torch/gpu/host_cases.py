@@ -153,8 +153,8 @@ BY_NCCL = {"data_parallel", "saved"}
 
 
 def killed(rank: int, size: int) -> tuple[float, str]:
-    """Let the last rank end between forward and backward. Check that the others can name it, and
-    then continue without it. Return the seconds until the error, and its text."""
+    """Kill the last rank between forward and backward. Check that the other ranks continue without
+    it. Return the seconds until the error, and the text of the error, which names the rank."""
     import signal
     import time
 

@@ -14,7 +14,7 @@
 #include "check.h"
 #include "run.h"
 
-static int num_hosts; /* of the first group */
+static int num_hosts; /* number of hosts of the first group */
 
 static epic_config config_of(const char *backend)
 {
@@ -51,8 +51,8 @@ static void check_regroup(epic_context *ctx)
               epic_error(ctx));
 }
 
-/* Opens a group with EPIC_CAN_REGROUP. Only ranks of one host can open it: a host that cannot be
- * reached counts as dead, but may continue by itself. More than 32 ranks cannot open it. */
+/* Checks that up to 32 ranks of one host can open a group with EPIC_CAN_REGROUP, and that other
+ * groups get an error. A rank of another host that cannot be reached may still run. */
 static void ask_for_regroup(const epic_bootstrap *bootstrap, void *wanted)
 {
     epic_context *ctx;
