@@ -95,8 +95,7 @@ static epic_result check_context(const epic_context *ctx)
         return epic_fail(
             EPIC_ENOTSUP,
             "config.flags is %u, and the backend is \"%s\": only groups with EPIC_CAN_REGROUP, "
-            "or "
-            "of the backends shm and threads, can continue without a rank; open a new group",
+            "or of the backends shm and threads, can continue without a rank; open a new group",
             ctx->config.flags, ctx->backend_name);
     if (atomic_load(&ctx->windows))
         return epic_fail(
