@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank
 {
     const p2p_self &self = m.job.self;
     return (uint32_t *)(m.op.heap + self.at.parts) + rank * self.at.part_words +
-           ((int64_t)token * m.top_k + n) * m.shape.pieces;
+           ((int64_t)TOKEN_INDEX(m, token) * m.top_k + n) * m.shape.pieces;
 }
 
 /* Returns the n-th slot that a token of `rank` has on this rank. Returns -1 if there is no such
@@ -306,7 +306,7 @@ __device__ __forceinline__ RankMask choose_routes(const BackwardMove &m, const U
 {
     if (!HOSTS) return peers;
     if (sent >= min(end, m.job.num_tokens)) return no_ranks();
-    return choose_routes(m.job.self, m.op, sent, walk.span == 0, peers);
+    return choose_routes(m.job.self, m.op, TOKEN_INDEX(m, sent), walk.span == 0, peers);
 }
 
 /* With relays: forwards the pieces [first, first + count) of a token's row to those ranks of
@@ -321,8 +321,10 @@ forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int f
     const int from = wrap_rank(self.rank + hosts * ranks_per_host(self), self.num_ranks);
     uint32_t wants;
     if (token < m.round_begin || token >= min(end, m.plan.header.tokens_of[from])) return true;
-    if (!wait_wants(m.op, wants_word(self, m.op, net_inbox(self), self.rank, from, token), from,
-                    wants))
+    if (!wait_wants(
+            m.op,
+            wants_word(self, m.op, net_inbox(self), self.rank, from, TOKEN_INDEX(m, token)),
+            from, wants))
         return false;
     for (int piece = first; piece < first + count && wants; piece++)
         if (!forward_piece<V, false>(self, m.op, from, token - m.round_begin, piece,

@@ -16,7 +16,10 @@
  *
  * Memory order: each float is its own flag, because its word is poison (the mark of a word that
  * has not arrived) until it arrives. A warp sends all its floats before it waits for the first
- * float, so ranks cannot wait for each other in a circle. */
+ * float, so ranks cannot wait for each other in a circle.
+ *
+ * In libraries for many ranks, the array of floats has space for the tokens of one round, so
+ * the operation has rounds (combine/slots.cuh). */
 #include "cuda/combine/combine.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/flat.cuh"
@@ -28,6 +31,7 @@ struct FlatFloats {
     const OpState &op;
     const PlanView &plan;
     int32_t top_k;
+    int32_t round_begin; /* the first token of the running round */
 
     /* Returns the float of the n-th choice that a token of `rank` has on this rank. If there is
      * no such choice, sets `has_float` to false and returns 0. */
@@ -50,7 +54,7 @@ struct FlatFloats {
 static __device__ void send_floats(const FlatFloats &f, int rank, int source, int32_t token)
 {
     uint32_t *to = floats_base(f.job.self, f.op, f.job.self.heap[rank], source) +
-                   (int64_t)token * float_stride(f.top_k);
+                   (int64_t)TOKEN_INDEX(f, token) * float_stride(f.top_k);
     for (int n = lane_id(); n < f.top_k; n += WARP) {
         bool has_float;
         const uint32_t word = f.read_float(rank, token, n, has_float);
@@ -86,7 +90,7 @@ static __device__ bool receive_chunk(const FlatFloats &f, int32_t token, int chu
     if (rank >= 0 && rank != self.rank)
         from = floats_base(self, f.op, inbox_base(f.op, rank),
                            wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks)) +
-               (int64_t)token * float_stride(f.top_k) + n;
+               (int64_t)TOKEN_INDEX(f, token) * float_stride(f.top_k) + n;
     int missing = -1;
     const bool ok = wait_warp(f.op, missing, P2P_PHASE_FLOAT, [&] {
         if (from) word = load_relaxed(from);
@@ -99,9 +103,10 @@ static __device__ bool receive_chunk(const FlatFloats &f, int32_t token, int chu
     return true;
 }
 
-/* Sends the floats of the peers' tokens, then receives the floats of this rank's tokens. Called
- * by all warps. Returns false if the group has failed. */
-static __device__ bool move_floats(const FlatFloats &f)
+/* Sends the floats of the peers' tokens, then receives the floats of this rank's tokens. Moves
+ * the tokens [f.round_begin, end) of every rank. Called by all warps. Returns false if the
+ * group has failed. */
+static __device__ bool move_floats(const FlatFloats &f, int32_t end)
 {
     const p2p_self &self = f.job.self;
     const int warp = (int)(grid_thread() / WARP), warps = (int)(grid_threads() / WARP);
@@ -109,10 +114,11 @@ static __device__ bool move_floats(const FlatFloats &f)
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
         /* index of this rank among the peer's sources (dispatch/dispatch.cuh) */
         const int source = self.num_ranks - 1 - distance;
-        for (int32_t t = warp; t < f.plan.header.tokens_of[rank]; t += warps)
+        for (int32_t t = f.round_begin + warp; t < min(f.plan.header.tokens_of[rank], end);
+             t += warps)
             send_floats(f, rank, source, t);
     }
-    for (int32_t t = warp; t < f.job.num_tokens; t += warps) {
+    for (int32_t t = f.round_begin + warp; t < min(f.job.num_tokens, end); t += warps) {
         int32_t rank_before = -1;
         for (int chunk = 0; chunk * WARP < f.top_k; chunk++) {
             const int k = chunk * WARP + lane_id();
@@ -123,6 +129,16 @@ static __device__ bool move_floats(const FlatFloats &f)
         }
     }
     return true;
+}
+
+/* Moves the floats of all tokens. Called by all threads of all CTAs. Returns false if the group
+ * has failed. */
+static __device__ bool move_all_floats(FlatFloats &f, OpState &op)
+{
+    if (!MANY_RANKS) return move_floats(f, INT32_MAX);
+    /* 16 bytes per token: with so few bytes, p2p_round_tokens() is what `floats` has space
+     * for */
+    return for_each_round(f, op, 16, [&](int32_t end) { return move_floats(f, end); });
 }
 
 /* Returns true if slot_floats of every rank has at least as many rows as the plan has slots on
@@ -154,8 +170,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const device_plan_header &h = plan.header;
     if (!begin_operation(op, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
     const bool moves = plan.is_valid && h.result == EPIC_OK;
-    const FlatFloats f = {job, op, plan, (int32_t)h.top_k};
-    const bool ok = !moves || move_floats(f);
+    FlatFloats f = {job, op, plan, (int32_t)h.top_k, 0};
+    const bool ok = !moves || move_all_floats(f, op);
     if (!finish_operation(op) || !ok || (moves && rows_were_enough(job.self, op, h))) return;
     zero_floats(job.choice_floats, 0, (int64_t)job.num_tokens * job.top_k, threadIdx.x, BLOCK);
 }

@@ -199,14 +199,16 @@ __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int
         const int32_t slot = clamped_slot_of(c, rank, token, chunk);
         if (slot < 0) continue;
         const uint32_t word = __float_as_uint(c.job.slot_floats[slot]);
-        store_relaxed(to + (int64_t)token * float_stride(c.top_k) + chunk * WARP + lane_id(),
+        store_relaxed(to + (int64_t)TOKEN_INDEX(c, token) * float_stride(c.top_k) +
+                          chunk * WARP + lane_id(),
                       replace_poison(word, F32::NAN_WORD));
     }
     if (!HOSTS) return;
     int count = 0;
     for (int chunk = 0; chunk * WARP < c.top_k; chunk++)
         count += __popc(__ballot_sync(ALL_LANES, read_slot(c, rank, token, chunk) >= 0));
-    post_put_floats(c.op, rank, to + (int64_t)token * float_stride(c.top_k), count);
+    post_put_floats(c.op, rank, to + (int64_t)TOKEN_INDEX(c, token) * float_stride(c.top_k),
+                    count);
 }
 
 /* Only in dispatch_backward: waits for the floats (one gradient of a weight per choice) of
@@ -233,7 +235,7 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
             from =
                 floats_base(c.job.self, c.op, inbox_base(c.op, rank),
                             wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks)) +
-                (int64_t)token * float_stride(c.top_k) + n;
+                (int64_t)TOKEN_INDEX(c, token) * float_stride(c.top_k) + n;
         if (rank == self.rank && fate[choice] < c.job.num_rows)
             word = __float_as_uint(c.job.slot_floats[fate[choice]]);
         int missing = -1;
@@ -311,8 +313,8 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
         for (int p = 0; p < P; p++)
             if (vector + v * WARP + lane_id() < c.shape.vectors)
                 store_relaxed(staged + v * WARP * P + lane_id() * P + p, node[v][p]);
-    post_put_when_complete(c.job.self, c.op, rank, u.token, c.shape.pieces, staged - vector * P,
-                           (uint32_t)(c.shape.vectors * P) * 16);
+    post_put_when_complete(c.job.self, c.op, rank, TOKEN_INDEX(c, u.token), c.shape.pieces,
+                           staged - vector * P, (uint32_t)(c.shape.vectors * P) * 16);
     if (!HOSTS && u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_base(c.job.self, c.op, heap, source));
     return true;

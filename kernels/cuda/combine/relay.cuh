@@ -78,7 +78,7 @@ __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, 
     const int to = mate_of(self, rank, self.rank), box_owner = mate_of(self, self.rank, rank);
     uint8_t *heap = self.heap[to];
     if (u.piece == 0 && lane_id() == 0)
-        store_relaxed(wants_word(self, c.op, heap, to, box_owner, u.token),
+        store_relaxed(wants_word(self, c.op, heap, to, box_owner, TOKEN_INDEX(c, u.token)),
                       stamp_word(c.op, has_partial));
     if (has_partial) store_node<P>(c, u, box_address(self, c.op, heap, to, box_owner), node);
 }
@@ -106,7 +106,9 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_p
         const int box_owner = mate_of(self, from, rank);
         uint32_t has_sent;
         uint4 received[P];
-        if (!wait_wants(c.op, wants_word(self, c.op, c.op.heap, self.rank, box_owner, u.token),
+        if (!wait_wants(c.op,
+                        wants_word(self, c.op, c.op.heap, self.rank, box_owner,
+                                   TOKEN_INDEX(c, u.token)),
                         from, has_sent))
             return false;
         if (!has_sent) continue;
@@ -141,7 +143,7 @@ __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u,
     store_node<P>(c, u, c.op.outbox[rank], node);
     const uint4 *staged =
         staged_row(c.op.outbox[rank], u.token - c.round_begin, c.shape.vectors * P);
-    post_put_when_complete(self, c.op, rank, u.token, c.shape.pieces, staged,
+    post_put_when_complete(self, c.op, rank, TOKEN_INDEX(c, u.token), c.shape.pieces, staged,
                            (uint32_t)(c.shape.vectors * P) * 16);
     return true;
 }

@@ -83,7 +83,7 @@ template <class M, class Round>
 __device__ __forceinline__ bool for_each_round(M &m, OpState &op, int64_t row_bytes,
                                                Round round)
 {
-    const int64_t round_tokens = m.job.self.at.source_bytes / row_bytes;
+    const int64_t round_tokens = P2P_ROUND_TOKENS(m.job.self.at, row_bytes);
     const int32_t most = m.plan.most_tokens;
     for (m.round_begin = 0;; m.round_begin += (int32_t)round_tokens) {
         const bool last = m.round_begin + round_tokens >= most;

@@ -412,7 +412,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         if (u.vector == 0 && c.job.slot_floats && lane_id() < u.num_slots)
             store_relaxed(
                 floats_base(self, c.op, self.heap[rank], self.num_ranks - 2 - u.role) +
-                    (int64_t)u.token * float_stride(c.top_k) + lane_id(),
+                    (int64_t)TOKEN_INDEX(c, u.token) * float_stride(c.top_k) + lane_id(),
                 replace_poison(u.slots[place_of(u, lane_id())].word, F32::NAN_WORD));
         if (HOSTS && u.num_slots) post_put_partial(u, rank);
     }
@@ -425,13 +425,13 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         const p2p_self &self = c.job.self;
         const uint4 *staged =
             staged_row(c.op.outbox[rank], u.token - c.round_begin, c.shape.vectors);
-        post_put_when_complete(self, c.op, rank, u.token, c.shape.pieces, staged,
-                               (uint32_t)c.shape.vectors * 16);
+        post_put_when_complete(self, c.op, rank, TOKEN_INDEX(c, u.token), c.shape.pieces,
+                               staged, (uint32_t)c.shape.vectors * 16);
         if (u.vector == 0 && c.job.slot_floats)
             post_put_floats(
                 c.op, rank,
                 floats_base(self, c.op, self.heap[rank], self.num_ranks - 2 - u.role) +
-                    (int64_t)u.token * float_stride(c.top_k),
+                    (int64_t)TOKEN_INDEX(c, u.token) * float_stride(c.top_k),
                 u.num_slots);
     }
     /* The peer at `position` of the sum order sends a partial sum. Reads one piece of it from
@@ -571,7 +571,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         if (rank >= 0 && rank != self.rank)
             from = floats_base(self, c.op, inbox_base(c.op, rank),
                                rank - self.rank - 1 + (rank < self.rank ? self.num_ranks : 0)) +
-                   (int64_t)u.token * float_stride(c.top_k) + n;
+                   (int64_t)TOKEN_INDEX(c, u.token) * float_stride(c.top_k) + n;
         int missing = -1;
         const bool ok = wait_warp(c.op, missing, P2P_PHASE_FLOAT, [&] {
             if (from) word = load_relaxed(from);

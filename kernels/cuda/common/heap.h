@@ -88,12 +88,21 @@
 typedef struct p2p_net_arrays {
     /* For each token of each rank: a bit mask of the ranks of this host that need its row. The
      * relay that forwards the row reads the mask (net/relay.cuh). Stamped words
-     * [2][num_ranks][max_tokens]. */
+     * [2][num_ranks][p2p_index_tokens()]. */
     int64_t wants;
     /* For each destination rank and token: the number of pieces of the row that warps have
-     * stored to the outbox. Only this rank writes it: uint32 [num_ranks][max_tokens]. */
+     * stored to the outbox. Only this rank writes it: uint32
+     * [num_ranks][p2p_index_tokens()]. */
     int64_t stored_pieces;
 } p2p_net_arrays;
+
+/* Sizes of a heap in libraries for many ranks. There, an operation moves its rows in rounds of
+ * limited size (p2p_round_tokens()), and the arrays with words for rows have space for the rows
+ * of one round. */
+typedef struct p2p_round_sizes {
+    int64_t tokens; /* maximum number of tokens per rank of a round */
+    int64_t top_k;  /* maximum top_k, rounded up to an even number */
+} p2p_round_sizes;
 
 /* The layout of a heap: first the offset of each array in bytes, then sizes. Each comment
  * describes an array. It ends with the kind of the array's words (see the top of this file) and
@@ -150,24 +159,26 @@ typedef struct p2p_heap {
     /* For low-latency plans: the expert ids of each token of each rank, two ids per word.
      * Stamped words [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS]. */
     int64_t ids;
-    /* The weights of choices, or their gradients. Poison words [2][num_ranks - 1][choices]. */
+    /* The weights of choices, or their gradients. Poison words
+     * [2][num_ranks - 1][p2p_index_choices()]. */
     int64_t floats;
     /* Escape words (net/staging.cuh). Their bits mark the words of a row that the sender has
      * replaced because they equaled poison. Zero words [2][num_ranks - 1][escape_words]. */
     int64_t escapes;
     /* Parts of the gradients of weights (combine/backward.cu). A part is the dot product of
      * 1024 elements of a slot's row with the same elements of the gradient of its token's
-     * output. Only this rank writes it: poison words [num_ranks][choices * blocks per row]. */
+     * output. Only this rank writes it: poison words [num_ranks][part_words]. */
     int64_t parts;
     /* Rows that arrive (net/staging.cuh). Poison words [2][num_ranks - 1][source_bytes]. */
     int64_t staging;
     int64_t bytes; /* size of the heap in bytes */
-    /* Number of choices per rank for which `records`, `floats` and `parts` have space. It is at
-     * least max_tokens * max_top_k. */
+    /* Number of choices per rank for which `records` has space. It is at least max_tokens *
+     * max_top_k. */
     int64_t choices;
     int64_t source_bytes; /* number of bytes of `staging` per source rank and half */
     int64_t escape_words; /* number of words of `escapes` per source rank and half */
     int64_t part_words;   /* number of 32-bit words of `parts` per rank */
+    __extension__ p2p_round_sizes round[MANY_RANKS]; /* libraries for many ranks only */
 } p2p_heap;
 
 /* The failure and the members of the group. Kernels load these words when they begin. */
@@ -391,6 +402,33 @@ static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
     return max_tokens < P2P_LOWLAT_TOKENS ? max_tokens : P2P_LOWLAT_TOKENS;
 }
 
+/* Returns the number of tokens per rank for which the arrays that are indexed by tokens of a
+ * round have space. With few ranks the index is the token itself. With many ranks it counts
+ * from the first token of the round. */
+DEVICE_LAYOUT_BOTH static inline int64_t p2p_index_tokens(const p2p_heap *h, int64_t max_tokens)
+{
+    return MANY_RANKS ? h->round->tokens : max_tokens;
+}
+
+/* Like p2p_index_tokens(), for arrays with a word for each choice. */
+DEVICE_LAYOUT_BOTH static inline int64_t p2p_index_choices(const p2p_heap *h)
+{
+    return MANY_RANKS ? h->round->tokens * h->round->top_k : h->choices;
+}
+
+/* Number of tokens of each rank that a round moves. `at`: the p2p_heap. row_bytes: number of
+ * bytes of staging per token. All ranks get the same result. A macro, so that the kernels for
+ * few ranks keep their machine code. */
+#define P2P_ROUND_TOKENS(at, row_bytes)                         \
+    (MANY_RANKS ? p2p_round_tokens(&(at), (int64_t)(row_bytes)) \
+                : (at).source_bytes / (int64_t)(row_bytes))
+
+DEVICE_LAYOUT_BOTH static inline int64_t p2p_round_tokens(const p2p_heap *h, int64_t row_bytes)
+{
+    const int64_t tokens = h->source_bytes / row_bytes;
+    return h->round->tokens < tokens ? h->round->tokens : tokens;
+}
+
 /* The staging has one part per source rank and half (even or odd epochs). Returns the size of
  * one part in bytes. If staging_bytes is 0, a part has space for max_tokens rows. Otherwise
  * staging_bytes limits the size of the whole staging. There is always space for two rows of
@@ -407,6 +445,31 @@ static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
     return device_round_up(bytes, 512);
 }
 
+/* Sets the sizes of the arrays with words for rows. max_top_k: even. */
+static inline void p2p_size_rows(p2p_heap *h, int64_t max_tokens, int64_t max_row_bytes,
+                                 int64_t max_top_k)
+{
+    const int64_t pieces = (max_row_bytes + 2047) / 2048;
+    /* Each piece (2 KB) of a token's row has 32 escape words. There is space for one piece more
+     * per token than a row of max_row_bytes has, because packed rows (a row and its scales) may
+     * be longer. If rows are longer still, a round has fewer tokens, so the space suffices. */
+    h->escape_words = (max_tokens + 1) * (pieces + 1) * 32;
+    h->part_words = h->choices * pieces;
+    if (!MANY_RANKS) return;
+    /* With many ranks, a round has at most T = S / 2048 tokens, where S is source_bytes. If
+     * max_row_bytes is below 2048, it takes the place of 2048, so that the longest rows can
+     * always use the whole staging. Without this limit, the words for a round of very short
+     * rows would need more memory than the rows. The rows of a round have at most S / 2048 + T
+     * pieces. */
+    const int64_t row = device_round_up(max_row_bytes, 16);
+    const int64_t most = h->source_bytes / (row < 2048 ? row : 2048);
+    h->round->tokens = most < max_tokens ? most : max_tokens;
+    h->round->top_k = max_top_k;
+    const int64_t round_pieces = h->source_bytes / 2048 + h->round->tokens + 1;
+    if (round_pieces * 32 < h->escape_words) h->escape_words = round_pieces * 32;
+    if (round_pieces * max_top_k < h->part_words) h->part_words = round_pieces * max_top_k;
+}
+
 /* Returns the layout of a heap. It depends only on the arguments, so it is equal on all
  * ranks. */
 static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_t max_row_bytes,
@@ -418,21 +481,7 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
      * even number of floats (float_stride()). */
     h.choices = device_round_up(max_tokens * device_round_up(max_top_k, 2), 64);
     h.source_bytes = p2p_source_bytes(num_ranks, max_tokens, max_row_bytes, staging_bytes);
-    /* Each piece (2 KB) of a token's row has 32 escape words. There is space for one piece more
-     * per token than a row of max_row_bytes has, because packed rows (a row and its scales) may
-     * be longer. If rows are longer still, a round has fewer tokens, so the space suffices. */
-    h.escape_words = (max_tokens + 1) * ((max_row_bytes + 2047) / 2048 + 1) * 32;
-    if (MANY_RANKS) {
-        /* With many ranks, the number of tokens of a round limits the size. With rows of r
-         * bytes, a round has at most S / r tokens and at most T tokens, where S is source_bytes
-         * and T is max_tokens. These tokens have at most S / 2048 + min(T, S / 16) pieces of 2
-         * KB. */
-        const int64_t most =
-            h.source_bytes / 16 < max_tokens ? h.source_bytes / 16 : max_tokens;
-        const int64_t words = (h.source_bytes / 2048 + most + 1) * 32;
-        if (words < h.escape_words) h.escape_words = words;
-    }
-    h.part_words = h.choices * ((max_row_bytes + 2047) / 2048);
+    p2p_size_rows(&h, max_tokens, max_row_bytes, device_round_up(max_top_k, 2));
     h.announce = 0;
     h.broken = h.announce + 2 * DEVICE_MAX_RANKS * P2P_ANNOUNCE_WORDS * 8;
     h.gone = h.broken + 128;
@@ -455,13 +504,13 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
                                             P2P_LOWLAT_ID_WORDS * 8,
                                         512);
     if (HOSTS) {
+        const int64_t tokens = p2p_index_tokens(&h, max_tokens);
         h.net->wants = h.escapes;
-        h.net->stored_pieces =
-            h.net->wants + device_round_up(2 * num_ranks * max_tokens * 8, 512);
-        h.escapes = h.net->stored_pieces + device_round_up(num_ranks * max_tokens * 4, 512);
+        h.net->stored_pieces = h.net->wants + device_round_up(2 * num_ranks * tokens * 8, 512);
+        h.escapes = h.net->stored_pieces + device_round_up(num_ranks * tokens * 4, 512);
     }
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
-    h.parts = h.floats + device_round_up(2 * peers * h.choices * 4, 512);
+    h.parts = h.floats + device_round_up(2 * peers * p2p_index_choices(&h) * 4, 512);
     /* in the backend `hosts`, the array `parts` is a separate allocation on the GPU */
     h.staging = h.parts + (HOSTS ? 0 : device_round_up(num_ranks * h.part_words * 4, 512));
     h.bytes = h.staging + 2 * peers * h.source_bytes;

@@ -317,7 +317,7 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
 {
     BulkBuffers buffers(m, memory, (int)threadIdx.x / WARP);
     const int64_t round_tokens =
-        m.job.plan.self.at.source_bytes / ((int64_t)m.shape.vectors * 16);
+        P2P_ROUND_TOKENS(m.job.plan.self.at, (int64_t)m.shape.vectors * 16);
     const int32_t most = m.most_tokens;
     for (m.round_begin = 0;; m.round_begin += (int32_t)round_tokens) {
         const bool last = m.has_new_plan || m.round_begin + round_tokens >= most;

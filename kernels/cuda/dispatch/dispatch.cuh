@@ -141,18 +141,13 @@ __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t 
         /* index of this rank among the peer's sources */
         const int source = self.num_ranks - 1 - distance;
         uint32_t *to = floats_base(self, m.op, self.heap[rank], source) +
-                       (int64_t)token * float_stride(m.top_k);
+                       (int64_t)TOKEN_INDEX(m, token) * float_stride(m.top_k);
         if (goes) store_relaxed(to + __popc(first & lanes_below()), weight);
         if (goes2) store_relaxed(to + __popc(first) + __popc(second & lanes_below()), weight2);
         post_put_floats(m.op, rank, to, __popc(first) + __popc(second));
     }
     return peers;
 }
-
-/* Returns the index of a token in the array of escape words. Usually it is the index of the
- * token itself. With many ranks, it counts from the first token of the round, so that the array
- * needs space only for the tokens of one round. */
-#define ESCAPE_TOKEN(m, token) (MANY_RANKS ? (token) - (m).round_begin : (token))
 
 /* Stores piece `piece` of the row of `token` to the staging of `peers` (bit mask). `q`: this
  * lane's vectors of the piece. If the piece contains poison or its stand-in, also sends escape
@@ -174,7 +169,7 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
         if (!mask) continue;
         const int source = self.num_ranks - 1 - distance;
         uint32_t *escape = escapes_base(self, m.op, self.heap[rank], source) +
-                           ((int64_t)ESCAPE_TOKEN(m, token) * m.shape.pieces + piece) * WARP;
+                           ((int64_t)TOKEN_INDEX(m, token) * m.shape.pieces + piece) * WARP;
         store_relaxed(escape + lane_id(), mask);
         post_put_warp(m.op, rank, escape, WARP * 4);
     }
@@ -240,7 +235,7 @@ __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int s
 {
     uint8_t *heap = inbox_base(m.op, rank_of_role(m.job.plan.self, source + 1));
     return floats_base(m.job.plan.self, m.op, heap, source) +
-           (int64_t)token * float_stride(m.top_k) + n;
+           (int64_t)TOKEN_INDEX(m, token) * float_stride(m.top_k) + n;
 }
 
 /* Returns the weight of this lane's slot, without waiting. `rank`: the rank to which the token
@@ -332,7 +327,7 @@ __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int ran
         return false;
     uint32_t *escape =
         escapes_base(m.job.plan.self, m.op, row_inbox_base(m.job.plan.self, rank), source) +
-        ((int64_t)ESCAPE_TOKEN(m, token) * m.shape.pieces + piece) * WARP;
+        ((int64_t)TOKEN_INDEX(m, token) * m.shape.pieces + piece) * WARP;
     if (!unhide_poison<V>(m.op, peer, q, escape)) return false;
     poison_piece<V, EXACT>(staged, vector, m.shape.vectors);
     return true;

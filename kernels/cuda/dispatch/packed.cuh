@@ -250,7 +250,7 @@ __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token
 __device__ __forceinline__ void post_put_packed(const PackedMove &m, int rank, int32_t token,
                                                 int pieces, const uint4 *staged)
 {
-    post_put_when_complete(m.job.plan.self, m.op, rank, token, pieces, staged,
+    post_put_when_complete(m.job.plan.self, m.op, rank, TOKEN_INDEX(m, token), pieces, staged,
                            (uint32_t)m.shape.vectors * 16);
 }
 

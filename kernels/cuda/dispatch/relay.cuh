@@ -30,7 +30,7 @@
 __device__ __forceinline__ RankMask choose_routes(const DispatchMove &m, int32_t token,
                                                   bool first, RankMask peers)
 {
-    return choose_routes(m.job.plan.self, m.op, token, first, peers);
+    return choose_routes(m.job.plan.self, m.op, TOKEN_INDEX(m, token), first, peers);
 }
 
 /* Processes a unit that forwards pieces of one or two tokens that a mate on another host has
@@ -52,8 +52,10 @@ __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWa
     if (copied) feed.skip_pieces(count);
     for (int32_t token = begin; token < stop; token++) {
         uint32_t wants;
-        if (!wait_wants(m.op, wants_word(self, m.op, net_inbox(self), self.rank, from, token),
-                        from, wants))
+        if (!wait_wants(
+                m.op,
+                wants_word(self, m.op, net_inbox(self), self.rank, from, TOKEN_INDEX(m, token)),
+                from, wants))
             return false;
         for (int i = 0; i < count && wants; i++)
             if (!hand(from, token, first + i, wants)) return false;

@@ -189,7 +189,7 @@ static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from
         m.job.plan.self, m.op, from, token - m.round_begin, piece, m.shape.vectors, wants,
         [&](uint8_t *heap, int source) {
             return escapes_base(m.job.plan.self, m.op, heap, source) +
-                   ((int64_t)ESCAPE_TOKEN(m, token) * m.shape.pieces + piece) * WARP;
+                   ((int64_t)TOKEN_INDEX(m, token) * m.shape.pieces + piece) * WARP;
         });
 }
 
@@ -383,7 +383,7 @@ template <bool EXACT, bool FLAT, class Move>
 __device__ __forceinline__ bool move_rounds(Move &m, OpState &op, const uint8_t *memory)
 {
     const int64_t round_tokens =
-        m.job.plan.self.at.source_bytes / ((int64_t)m.shape.vectors * 16);
+        P2P_ROUND_TOKENS(m.job.plan.self.at, (int64_t)m.shape.vectors * 16);
     const int32_t most = m.most_tokens;
     for (m.round_begin = 0;; m.round_begin += (int32_t)round_tokens) {
         const bool last = m.has_new_plan || m.round_begin + round_tokens >= most;

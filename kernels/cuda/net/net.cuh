@@ -110,18 +110,19 @@ __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const vo
     if (lane_id() == 0) post_put(op, q, from, bytes);
 }
 
-/* Called by each warp that has stored a piece of the row of `token` for rank q. Only the call
- * for the last missing piece posts a put. This put sends the whole row: `bytes` bytes at
- * address `whole`. `pieces`: number of pieces of the row. Called by a whole warp. */
+/* Called by each warp that has stored a piece of a token's row for rank q. `index`:
+ * TOKEN_INDEX() of the token. Only the call for the last missing piece posts a put. This put
+ * sends the whole row: `bytes` bytes at address `whole`. `pieces`: number of pieces of the row.
+ * Called by a whole warp. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
-                                                       int q, int32_t token, int pieces,
+                                                       int q, int32_t index, int pieces,
                                                        const void *whole, uint32_t bytes)
 {
     if (!is_remote(self, q)) return;
     __syncwarp();
     if (lane_id() != 0) return;
-    uint32_t *stored =
-        (uint32_t *)(op.heap + self.at.net->stored_pieces) + q * self.max_tokens + token;
+    uint32_t *stored = (uint32_t *)(op.heap + self.at.net->stored_pieces) +
+                       q * p2p_index_tokens(&self.at, self.max_tokens) + index;
     /* This fence makes the warp's stores visible before the warp counts its piece. So the
      * system fence in post_put() of the last warp covers the stores of all warps. */
     __threadfence();

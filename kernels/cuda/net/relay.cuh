@@ -38,14 +38,15 @@ __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpSt
 }
 
 /* Returns the address of the word *wants* that rank `by` sends to rank `to` for a token.
- * `heap`: address of the heap or net inbox of rank `to`. */
+ * `heap`: address of the heap or net inbox of rank `to`. `index`: TOKEN_INDEX() of the
+ * token. */
 __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
-                                                uint8_t *heap, int to, int by, int32_t token)
+                                                uint8_t *heap, int to, int by, int32_t index)
 {
     return (uint64_t *)(heap + wants_offset(self)) +
            ((int64_t)epoch_parity(op) * self.num_ranks + source_number(self, to, by)) *
-               self.max_tokens +
-           token;
+               p2p_index_tokens(&self.at, self.max_tokens) +
+           index;
 }
 
 /* Waits for the word *wants* of rank `from`, which arrives at address `at`. `wants` becomes the
@@ -81,17 +82,17 @@ __device__ __forceinline__ RankMask reduce_to_mates(const p2p_self &self, RankMa
 
 /* Sends the word *wants* for one token of this rank to this rank's mate on every other host
  * (the rank there with the same index in its host). The word marks the ranks of that host that
- * need the token. `peers`: bit mask of all ranks that need the token. Called by one warp; each
- * lane sends to one host at a time. */
+ * need the token. `index`: TOKEN_INDEX() of the token. `peers`: bit mask of all ranks that need
+ * the token. Called by one warp; each lane sends to one host at a time. */
 __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
-                                           int32_t token, const RankMask &peers)
+                                           int32_t index, const RankMask &peers)
 {
     for (int host = lane_id(); host < (MANY_RANKS ? num_hosts(self) : WARP); host += WARP) {
         const int first = host * ranks_per_host(self);
         if (host >= num_hosts(self) || first == self.rank - self.rank % ranks_per_host(self))
             continue;
         const int mate = mate_of(self, self.rank, first);
-        uint64_t *to = wants_word(self, op, self.heap[mate], mate, self.rank, token);
+        uint64_t *to = wants_word(self, op, self.heap[mate], mate, self.rank, index);
         store_relaxed(to, stamp_word(op, part_of_ranks(peers, first, ranks_per_host(self))));
         post_put(op, mate, to, 8);
     }
@@ -99,13 +100,14 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
 
 /* Returns a bit mask of the ranks to which this rank itself sends a token. `peers`: bit mask of
  * all ranks that need the token. With relays, this rank's mate on another host receives the
- * token for all peers on that host. `first`: true if the call is for the token's first piece.
- * In this case, also sends the words *wants* to the mates (send_wants()). */
+ * token for all peers on that host. `index`: TOKEN_INDEX() of the token. `first`: true if the
+ * call is for the token's first piece. In this case, also sends the words *wants* to the mates
+ * (send_wants()). */
 __device__ __forceinline__ RankMask choose_routes(const p2p_self &self, const OpState &op,
-                                                  int32_t token, bool first, RankMask peers)
+                                                  int32_t index, bool first, RankMask peers)
 {
     if (!ranks_per_host(self)) return peers;
-    if (first) send_wants(self, op, token, peers);
+    if (first) send_wants(self, op, index, peers);
     return reduce_to_mates(self, peers);
 }
 

@@ -37,6 +37,11 @@ __device__ __forceinline__ uint4 *staged_row(uint8_t *box, int32_t token, int32_
     return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
 }
 
+/* Returns the index of a token in an array with words for rows (heap.h). With few ranks it is
+ * the token itself. With many ranks it counts from the first token of the round, so that the
+ * array needs space only for the tokens of one round. */
+#define TOKEN_INDEX(m, token) (MANY_RANKS ? (token) - (m).round_begin : (token))
+
 /* Returns the address, in the receiver's heap at `heap`, of the escape words of one sender.
  * `source`: index of the sender among the receiver's sources. */
 __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const OpState &op,
@@ -52,7 +57,8 @@ __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpS
                                                  uint8_t *heap, int source)
 {
     return (uint32_t *)(heap + self.at.floats) +
-           ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.choices;
+           ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) *
+               p2p_index_choices(&self.at);
 }
 
 /* Returns true if a word of the vector is poison or the stand-in. Sender and receiver both use

@@ -113,6 +113,7 @@ static __device__ bool is_header_valid(const device_plan_header &h, const p2p_se
                 h.num_ranks == self.num_ranks && h.max_tokens == self.max_tokens &&
                 h.top_k >= 1 && h.top_k <= DEVICE_MAX_TOP_K &&
                 float_stride((int)h.top_k) * self.max_tokens <= self.at.choices &&
+                (!MANY_RANKS || (int64_t)h.top_k <= self.at.round->top_k) &&
                 h.num_experts >= 1 && h.num_experts <= DEVICE_MAX_EXPERTS && h.alignment >= 1 &&
                 h.owned >= 0 && h.owned <= (int32_t)h.num_experts && h.leaves >= 1 &&
                 h.num_logical <= h.num_experts;

@@ -29,7 +29,10 @@ epic_result p2p_check_row(const epic_group *g, const char *name, int64_t row_byt
 
 bool p2p_fits_staging(const epic_group *g, int64_t row_bytes)
 {
-    return g->config.max_tokens * device_round_up(row_bytes, 16) <= g->self.at.source_bytes;
+    const p2p_heap *at = &g->self.at;
+    const int64_t tokens = g->config.max_tokens;
+    return tokens * device_round_up(row_bytes, 16) <= at->source_bytes &&
+           tokens <= p2p_index_tokens(at, tokens);
 }
 
 bool p2p_can_use_lowlat(const epic_group *g)

@@ -248,8 +248,7 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
          * would not wait for every word that peers put into the inbox (net.cuh) */
         return false;
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
-           !(job->plan.layer.flags & EPIC_DROP_ABSENT) &&
-           g->config.max_tokens * row <= g->self.at.source_bytes;
+           !(job->plan.layer.flags & EPIC_DROP_ABSENT) && p2p_fits_staging(g, row);
 }
 
 /* Returns the number of early tokens: tokens whose rows are sent while the plan is made. With
