@@ -40,11 +40,14 @@
 /* Maximum number of planner CTAs, which together make a rank's plan. */
 #define P2P_MAX_PLANNERS 16
 /* The bisection of plan/flat_drop.cuh exchanges words in each repetition. A heap has this many
- * sets of words. In p2p two sets are used in turn. In the backend `hosts` each repetition has
- * its own set, because a word in the outbox must not change until its put (the copy by the net)
- * is done, and a rank can check this only between operations. A bisection has at most 40
- * repetitions. */
-#define P2P_SEARCHES (HOSTS ? 40 : 2)
+ * sets of words. In p2p two sets are used in turn, or with many ranks one set. In the backend
+ * `hosts` each repetition has its own set, because a word in the outbox must not change until
+ * its put (the copy by the net) is done, and a rank can check this only between operations. A
+ * bisection has at most 40 repetitions. */
+#define P2P_SEARCHES (HOSTS ? 40 : MANY_RANKS ? 1 : 2)
+/* maximum number of ranks per host if relays are used (net/relay.cuh), because a relay has one
+ * bit per rank of its host in a 32-bit word */
+#define P2P_MAX_RELAYS 31
 /* A rank uses the low-latency kernels (lowlat/lowlat.cuh) only if it has at most this many
  * tokens. The value is measured (docs/lab/cuda.md). */
 #define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 1024)
@@ -135,9 +138,10 @@ typedef struct p2p_heap {
      * last. Stamped words [2][num_ranks][MAX_TALLIES]. */
     int64_t counts;
     /* Only for a FLAT plan that drops choices and finds keep limits by bisection
-     * (plan/flat_drop.cuh). For each source rank and each of the last SEARCHES repetitions of
-     * the bisection: the number of rows that the source's tokens need on each rank. Stamped
-     * words [2][num_ranks][SEARCHES][p2p_search_words()]. */
+     * (plan/flat_drop.cuh). With few ranks: for each source rank and each of the last SEARCHES
+     * repetitions of the bisection, the number of rows that the source's tokens need on each
+     * rank. Stamped words [2][num_ranks][SEARCHES][MAX_RANKS]. With many ranks: stamped words
+     * [2][SEARCHES][p2p_search_words()] (plan/owner_exchange.cuh). */
     int64_t searches;
     /* Only if plan/resolve.cuh chooses the replicas. For each rank: how many choices of its
      * tokens go to each logical expert. Stamped words [2][num_ranks][REPLICATED_EXPERTS]. */
@@ -387,11 +391,11 @@ DEVICE_LAYOUT_BOTH static inline int64_t p2p_window_area_at(const p2p_heap *h)
     return device_round_up(h->tallies + P2P_MAX_PLANNERS * DEVICE_MAX_TALLIES * 8, 128);
 }
 
-/* The search for keep limits (plan/flat_drop.cuh) is a bisection. Returns how many words a rank
- * sends to each rank in one repetition. This is at least num_ranks. */
+/* Returns the number of words of `searches` per half and set. */
 DEVICE_LAYOUT_BOTH static inline int64_t p2p_search_words(int64_t num_ranks)
 {
-    return MANY_RANKS ? num_ranks : DEVICE_MAX_RANKS;
+    if (!MANY_RANKS) return num_ranks * DEVICE_MAX_RANKS;
+    return 2 * num_ranks + (HOSTS ? 2 * (num_ranks + P2P_MAX_RELAYS * P2P_MAX_RELAYS) : 0);
 }
 
 /* Returns the number of tokens per rank for which the array `ids` of a heap has space. It is 0
@@ -492,8 +496,7 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.first_faults = h.faults + 2 * DEVICE_MAX_RANKS * P2P_FAULT_WORDS * 8;
     h.counts = h.first_faults + P2P_MAX_PLANNERS * 8;
     h.searches = h.counts + 2 * num_ranks * DEVICE_MAX_TALLIES * 8;
-    h.logical_counts =
-        h.searches + 2 * num_ranks * P2P_SEARCHES * p2p_search_words(num_ranks) * 8;
+    h.logical_counts = h.searches + 2 * P2P_SEARCHES * p2p_search_words(num_ranks) * 8;
     h.tallies = h.logical_counts + 2 * num_ranks * P2P_REPLICATED_EXPERTS * 8;
     h.scratch = device_round_up(
         p2p_window_area_at(&h) + (WITH_WINDOWS ? (int64_t)sizeof(p2p_window_area) : 0), 512);

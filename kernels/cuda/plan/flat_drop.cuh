@@ -15,8 +15,9 @@
  *
  * With FLAT only one CTA per rank makes the plan, so that it sees all choices of the rank in
  * order. The ranks exchange the counts in stamped words (valid only in the running epoch),
- * which also contain the index of the repetition. In backend `p2p`, even and odd repetitions
- * use different words. Two sets of words are enough: a rank sends the words of repetition n + 2
+ * which also contain the index of the repetition. Libraries for many ranks exchange them as in
+ * plan/owner_exchange.cuh. With few ranks, each rank sends its counts to all ranks. In backend
+ * `p2p`, even and odd repetitions then use different words. Two sets of words are enough: a rank sends the words of repetition n + 2
  * only after it has received the words of repetition n + 1 from all ranks. Every rank sends the
  * words of repetition n + 1 only after it has read the words of repetition n. So no rank
  * overwrites a word that another rank has not read. */
@@ -25,6 +26,7 @@
 
 #include "cuda/plan/flat.cuh"
 #include "cuda/plan/keep_by_k.cuh"
+#include "cuda/plan/owner_exchange.cuh"
 
 /* Returns whether the layer may drop choices. */
 __device__ __forceinline__ bool layer_drops(const p2p_plan_job &job)
@@ -96,7 +98,7 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
     return (uint64_t *)(heap + self.at.searches) +
            (((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_SEARCHES +
             search % P2P_SEARCHES) *
-               p2p_search_words(self.num_ranks);
+               DEVICE_MAX_RANKS;
 }
 
 /* Number of bits of the row count in a word of search_words(). The higher bits contain the
@@ -104,61 +106,19 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
  * (p2p_group_device()). */
 #define SEARCH_ROW_BITS 24
 
-/* Waits for the rows that the tokens of each rank need on rank d, in repetition number
- * `search`. has_arrived(word) returns whether a word belongs to it. Sets p.rows_before_cta[d]
- * and p.needed_rows[d]. Called by one thread. Returns false if the group has failed. */
-template <class HasArrived>
-__device__ __forceinline__ bool add_relayed_rows(Planner &p, const OpState &op, int d,
-                                                 int search, HasArrived has_arrived)
+/* Sets the tallies of the warps for rank d to the sums of the tallies of earlier warps. Returns
+ * the sum of all warps: the number of rows that this rank's tokens need on rank d. Called by
+ * one thread. */
+__device__ __forceinline__ int32_t add_warp_tallies(Planner &p, const p2p_plan_job &job, int d)
 {
-    const p2p_self &self = *op.self;
-    int32_t low = 0, all = 0;
-    bool ok = true;
-    for (int q = 0; q < self.num_ranks && ok; q++) {
-        const uint64_t *from = search_words(self, op, op.heap, q, search) + d;
-        uint64_t word = 0;
-        ok = wait_thread(op, word_sender(self, q), P2P_PHASE_COUNTS, [&] {
-            word = load_relaxed(from);
-            return has_arrived(word);
-        });
-        const int32_t rows = (int32_t)(word & ((1u << SEARCH_ROW_BITS) - 1));
-        if (q < self.rank) low += rows;
-        all += rows;
+    int32_t sum = 0;
+    for (int w = 0; w < p.num_warps; w++) {
+        int32_t *tally = p.tally + w * num_tallies(job, true) + num_choice_tallies(job) + d;
+        const int32_t count = *tally;
+        *tally = sum;
+        sum += count;
     }
-    p.rows_before_cta[d] = low;
-    p.needed_rows[d] = all;
-    return ok;
-}
-
-/* The part of count_needed_rows() after the rows have been counted, for groups that use relays
- * for words. A function of its own, so that p2p keeps its machine code. */
-static __device__ __noinline__ bool relay_needed_rows(Planner &p, const p2p_plan_job &job,
-                                                      const OpState &op, int search)
-{
-    const p2p_self &self = job.self;
-    const int d = threadIdx.x;
-    const auto has_arrived = [&](uint64_t word) {
-        return is_stamped(op, word) && (uint32_t)word >> SEARCH_ROW_BITS == (uint32_t)search;
-    };
-    if (d < self.num_ranks) {
-        int32_t sum = 0;
-        for (int w = 0; w < p.num_warps; w++) {
-            int32_t *tally = p.tally + w * num_tallies(job, true) + num_choice_tallies(job) + d;
-            const int32_t count = *tally;
-            *tally = sum;
-            sum += count;
-        }
-        const int first = first_near_rank(self);
-        for (int q = first; q < first + ranks_per_host(self); q++)
-            store_relaxed(search_words(self, op, self.heap[q], self.rank, search) + d,
-                          stamp_word(op, (uint32_t)search << SEARCH_ROW_BITS | (uint32_t)sum));
-    }
-    const int64_t offset =
-        search_words(self, op, op.heap, 0, search) - (const uint64_t *)op.heap;
-    const int64_t stride = P2P_SEARCHES * p2p_search_words(self.num_ranks);
-    bool ok = relay_words(op, {offset, stride, self.num_ranks}, true, has_arrived);
-    if (ok && d < self.num_ranks) ok = add_relayed_rows(p, op, d, search, has_arrived);
-    return __syncthreads_and(ok) != 0;
+    return sum;
 }
 
 /* Counts the rows that this rank's tokens need on each rank with the limits p.keep_limit, and
@@ -178,7 +138,9 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
     count_kept_rows(p, job, (const int32_t *)(job.plan + layout.fate),
                     (int32_t *)(job.plan + layout.rank_of));
     __syncthreads();
-    if (relays_words(self)) return relay_needed_rows(p, job, op, search);
+    if (MANY_RANKS)
+        return exchange_needed_rows(p, op, search,
+                                    d < self.num_ranks ? add_warp_tallies(p, job, d) : 0);
     if (d < self.num_ranks) {
         int32_t sum = 0, low = 0, all = 0;
         for (int w = 0; w < p.num_warps; w++) {
@@ -241,7 +203,7 @@ static __device__ __noinline__ bool find_flat_keep_limits(Planner &p, const p2p_
         }
         open = __syncthreads_and(!open) == 0;
         if (!count_needed_rows(p, job, op, search++)) return false;
-        if (!open) return true;
+        if (!open) return !MANY_RANKS || exchange_lower_rows(p, op, search);
         if (mine && p.keep_limit[d] != p.limit_fits[d])
             (p.needed_rows[d] > p.capacity[d] ? p.limit_fails : p.limit_fits)[d] =
                 p.keep_limit[d];

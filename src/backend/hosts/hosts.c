@@ -20,9 +20,6 @@
 #include "base/error.h"
 
 #define LEAVE_NAP_NS 200000
-/* maximum number of ranks per host if relays are used, because a relay has one bit per rank of
- * its host in a 32-bit word */
-#define MAX_RELAYS 31
 
 /* Data that each rank sends to all ranks through the bootstrap while it joins the group. */
 typedef struct peer_info {
@@ -433,13 +430,13 @@ static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info
 /* Returns the number of ranks per host if relays can be used, and 0 if not. A relay is a rank
  * that receives a row for its host and forwards it to the other ranks there
  * (kernels/cuda/net/relay.cuh). Relays need several hosts with the same number of ranks each,
- * from two to MAX_RELAYS. The ranks must be numbered host by host, and every rank must allow
+ * from two to P2P_MAX_RELAYS. The ranks must be numbered host by host, and every rank must allow
  * relays (EPIC_NET_RELAY). */
 static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
 {
     int32_t local = 1;
     while (local < g->num_ranks && p2p_same(g->peers[local].host, g->peers[0].host)) local++;
-    if (local == 1 || local == g->num_ranks || g->num_ranks % local || local > MAX_RELAYS)
+    if (local == 1 || local == g->num_ranks || g->num_ranks % local || local > P2P_MAX_RELAYS)
         return 0;
     for (int q = 0; q < g->num_ranks; q++)
         for (int p = 0; p < g->num_ranks; p++)
