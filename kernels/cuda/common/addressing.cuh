@@ -58,8 +58,15 @@ struct OpState { /* State of the running operation. Each CTA has a copy in share
     uint8_t *outbox[DEVICE_MAX_RANKS];
     /* the generation and the vacant seats of the group (p2p_group_words) */
     uint32_t generation, vacant;
+    /* Libraries for many ranks only: the first token of the running round of records
+     * (plan/record_rounds.cuh), -1 before the first such round, or 0 if there are no such
+     * rounds. */
+    __extension__ int32_t record_begin[MANY_RANKS];
     __extension__ OpStateNet net[HOSTS]; /* backend `hosts` only (hosts.h) */
 };
+
+/* Index of a token in the arrays `records` and `flat_rows` */
+#define RECORD_INDEX(op, token) (MANY_RANKS ? (token) - *(op).record_begin : (token))
 
 /* Returns true in the last CTA of the grid, which announces the operation and, in low-latency
  * kernels, also ends it. */
@@ -322,7 +329,7 @@ __device__ __forceinline__ int source_number(const p2p_self &self, int to, int b
  * for each q. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
-    return (source_number(self, q, self.rank) - self.rank) * self.at.choices;
+    return (source_number(self, q, self.rank) - self.rank) * p2p_index_choices(&self.at);
 }
 
 /* Returns the number of floats that the array `floats` has for each token. This is top_k in

@@ -154,10 +154,10 @@ typedef struct p2p_heap {
      * rank writes it: uint8 [max_row_bytes]. */
     int64_t scratch;
     /* The records: for each token of each rank, its slots on this rank (FLAT: its local
-     * experts). Stamped words [2][num_ranks][choices]. */
+     * experts). Stamped words [2][num_ranks][p2p_index_choices()]. */
     int64_t records;
     /* FLAT only: for each token of each rank, the index of its row on this rank. Stamped words
-     * [2][num_ranks][max_tokens]. */
+     * [2][num_ranks][p2p_index_tokens()]. */
     int64_t flat_rows;
     __extension__ p2p_net_arrays net[HOSTS]; /* backend `hosts` only (hosts.h) */
     /* For low-latency plans: the expert ids of each token of each rank, two ids per word.
@@ -176,8 +176,8 @@ typedef struct p2p_heap {
     /* Rows that arrive (net/staging.cuh). Poison words [2][num_ranks - 1][source_bytes]. */
     int64_t staging;
     int64_t bytes; /* size of the heap in bytes */
-    /* Number of choices per rank for which `records` has space. It is at least max_tokens *
-     * max_top_k. */
+    /* At least max_tokens * max_top_k. With few ranks, `records`, `floats` and `parts` have
+     * space for this many choices per rank. */
     int64_t choices;
     int64_t source_bytes; /* number of bytes of `staging` per source rank and half */
     int64_t escape_words; /* number of words of `escapes` per source rank and half */
@@ -501,8 +501,9 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.scratch = device_round_up(
         p2p_window_area_at(&h) + (WITH_WINDOWS ? (int64_t)sizeof(p2p_window_area) : 0), 512);
     h.records = h.scratch + device_round_up(max_row_bytes, 512);
-    h.flat_rows = h.records + device_round_up(2 * num_ranks * h.choices * 8, 512);
-    h.ids = h.flat_rows + device_round_up(2 * num_ranks * max_tokens * 8, 512);
+    h.flat_rows = h.records + device_round_up(2 * num_ranks * p2p_index_choices(&h) * 8, 512);
+    h.ids = h.flat_rows +
+            device_round_up(2 * num_ranks * p2p_index_tokens(&h, max_tokens) * 8, 512);
     h.escapes = h.ids + device_round_up(2 * num_ranks * p2p_lowlat_tokens(max_tokens) *
                                             P2P_LOWLAT_ID_WORDS * 8,
                                         512);

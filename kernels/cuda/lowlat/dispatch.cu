@@ -151,7 +151,7 @@ static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables
     int32_t *records = (int32_t *)(job.plan + job.at.records);
     if (is_control_warp()) return;
     for_each_token_group(job, tables.tokens[lane_id()], planning_ctas.worker_index(),
-                         planning_ctas.num_workers(),
+                         planning_ctas.num_workers(), 0, INT32_MAX,
                          [&](int source, int32_t first, int32_t tokens) {
                              return store_records(op, job, records, source, first, tokens);
                          });

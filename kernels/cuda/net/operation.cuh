@@ -161,6 +161,7 @@ __device__ __forceinline__ bool open_operation(OpState &op, const p2p_self &self
         op.epoch = epoch_after(ended);
         op.deadline = timer_ns() + self.timeout_ns;
         op.last = op.aborted_wait = 0;
+        if (MANY_RANKS) *op.record_begin = 0;
         is_intact = set_members(op, members, broken);
         find_host_inbox(self, op);
     }

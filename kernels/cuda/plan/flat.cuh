@@ -23,7 +23,9 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
                                                       uint8_t *heap, int source, int64_t token)
 {
     return (uint64_t *)(heap + self.at.flat_rows) +
-           ((int64_t)epoch_parity(op) * self.num_ranks + source) * self.max_tokens + token;
+           ((int64_t)epoch_parity(op) * self.num_ranks + source) *
+               p2p_index_tokens(&self.at, self.max_tokens) +
+           RECORD_INDEX(op, token);
 }
 
 /* Returns the address in this rank's memory at which rank `source` stores the row word of its

@@ -61,7 +61,13 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
     return s;
 }
 
-/* Sends the row words and records of the tokens in this warp's lanes to every rank. `token`:
+/* False while the plan is made, if the records are sent later in rounds
+ * (plan/record_rounds.cuh). A macro, so that the kernels for few ranks keep their machine
+ * code. */
+#define SENDS_RECORDS(op) (!MANY_RANKS || *(op).record_begin >= 0)
+
+/* Sends the row words and records of the tokens in this warp's lanes to every rank. If
+ * SENDS_RECORDS() is false, only sets c[0].row and c[1].row. `token`:
  * this lane's token; valid only if `in` is true. The lanes of a token share its choices: c[0]
  * is this lane's choice. If tokens have more than 32 choices, c[1] is the lane's second choice.
  * On return, c[0].row and c[1].row are the rows of these choices. `bad`: true if the plan is
@@ -76,8 +82,8 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
     const bool is_first_lane = in && lanes.has_choice && lanes.k == 0;
     const int64_t record =
         self.at.records / 8 +
-        ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) * self.at.choices +
-        (int64_t)token * job.layer.top_k;
+        ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) * p2p_index_choices(&self.at) +
+        (int64_t)RECORD_INDEX(op, token) * job.layer.top_k;
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = wrap_rank(self.rank + i, self.num_ranks);
         if (is_vacant(op, q)) continue;
@@ -93,15 +99,18 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
         if (c[0].owner == q) {
             const bool last = !(first_chunk & above) && !second_chunk;
             c[0].row = row;
-            store_relaxed(to + __popc(first_chunk & lanes_below()),
-                          stamp_word(op, (uint32_t)c[0].local | (last ? RECORD_LAST : 0)));
+            if (SENDS_RECORDS(op))
+                store_relaxed(to + __popc(first_chunk & lanes_below()),
+                              stamp_word(op, (uint32_t)c[0].local | (last ? RECORD_LAST : 0)));
         }
         if (c[1].owner == q) {
             const bool last = !(second_chunk & above);
             c[1].row = row;
-            store_relaxed(to + __popc(first_chunk) + __popc(second_chunk & lanes_below()),
-                          stamp_word(op, (uint32_t)c[1].local | (last ? RECORD_LAST : 0)));
+            if (SENDS_RECORDS(op))
+                store_relaxed(to + __popc(first_chunk) + __popc(second_chunk & lanes_below()),
+                              stamp_word(op, (uint32_t)c[1].local | (last ? RECORD_LAST : 0)));
         }
+        if (!SENDS_RECORDS(op)) continue;
         const bool none = !first_chunk && !second_chunk;
         if (is_first_lane && none)
             store_relaxed(to, stamp_word(op, RECORD_ABSENT | RECORD_LAST));

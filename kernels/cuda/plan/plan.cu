@@ -21,7 +21,7 @@
  * Counts and records are stamped words: a reader accepts a word only if it contains the running
  * epoch. So each word is its own flag, and no other memory order is needed. */
 #include "cuda/common/launch.cuh"
-#include "cuda/plan/store_records.cuh"
+#include "cuda/plan/record_rounds.cuh"
 
 #define BLOCK 512
 
@@ -61,6 +61,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ OpState op;
     __shared__ Planner planner;
     if (!begin_operation(op, job.self, 0, job.num_tokens, read_capacity(job), 0)) return;
+    if (MANY_RANKS) choose_record_rounds(job.self, op);
     bool ok = true;
     if ((int)blockIdx.x < job.planners) ok = make_plan<FEATURES>(planner, job, op, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -69,18 +70,26 @@ __global__ void __launch_bounds__(BLOCK, 1)
      * planner CTAs. */
     const int first_cta = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
     RankNumbers tokens_of = {};
-    ok = ok && ((int)blockIdx.x < first_cta ||
+    ok = ok && (((int)blockIdx.x < first_cta && SENDS_RECORDS(op)) ||
                 read_announcement(job.self, op, P2P_ANNOUNCED_TOKENS, tokens_of));
     int32_t *records = (int32_t *)(job.plan + at.records);
     int32_t *words = FLAT ? (int32_t *)(job.plan + device_locals(&at)) : records;
     const int warp = ((int)blockIdx.x - first_cta) * (BLOCK / WARP) + (int)(threadIdx.x / WARP);
-    if (ok && warp >= 0)
-        for_each_token_group(
-            job, tokens_of, warp, ((int)gridDim.x - first_cta) * (BLOCK / WARP),
-            [&](int source, int32_t first, int32_t tokens) {
-                return (!FLAT || store_rows(op, job, records, source, first, tokens)) &&
-                       store_records(op, job, words, source, first, tokens);
+    const auto keep = [&](int source, int32_t first, int32_t stop) {
+        return (!FLAT || store_rows(op, job, records, source, first, stop)) &&
+               store_records(op, job, words, source, first, stop);
+    };
+    if (!SENDS_RECORDS(op))
+        move_record_rounds<FEATURES>(
+            planner, job, op, ok, largest_number(tokens_of), [&](int32_t begin, int32_t end) {
+                return warp < 0 ||
+                       for_each_token_group(job, tokens_of, warp,
+                                            ((int)gridDim.x - first_cta) * (BLOCK / WARP),
+                                            begin, end, keep);
             });
+    else if (ok && warp >= 0)
+        for_each_token_group(job, tokens_of, warp,
+                             ((int)gridDim.x - first_cta) * (BLOCK / WARP), 0, INT32_MAX, keep);
     (void)finish_operation(job.self, op, (int)gridDim.x - 1, false);
 }
 

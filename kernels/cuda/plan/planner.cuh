@@ -112,8 +112,8 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
     const uint32_t vacant = vacant_seats(op);
     const int64_t base =
         self.at.records / 8 +
-        ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) * self.at.choices +
-        (int64_t)token * top_k;
+        ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) * p2p_index_choices(&self.at) +
+        (int64_t)RECORD_INDEX(op, token) * top_k;
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = wrap_rank(self.rank + i, self.num_ranks);
         if (vacant >> q & 1) continue;
@@ -157,7 +157,7 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
             place_choice<FEATURES>(p, job, op, choice, in ? counted.id[i] : -1, lanes.k,
                                    counted.warp_position[i], fate, rank_of),
             {-1, 0}};
-        send_records(op, job, lanes, token, token < range.end, c);
+        if (SENDS_RECORDS(op)) send_records(op, job, lanes, token, token < range.end, c);
     }
 }
 
@@ -207,34 +207,42 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
                                                warp_position[i], fate, rank_of);
             }
             const int token = t + g * lanes.tokens_at_once + lanes.token;
-            send_records(op, job, lanes, token, token < range.end, c);
+            if (SENDS_RECORDS(op)) send_records(op, job, lanes, token, token < range.end, c);
         }
     }
 }
 
-/* Only in backend `hosts`: posts the puts (copies over the net) that send this CTA's records to
- * other hosts. With layout FLAT (`flat`), also sends the row words (plan/flat.cuh). There is
- * one large put per rank and array, because this is faster than one put per token. Called by
- * all threads; thread q posts the puts for rank q. */
-static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_plan_job &job,
-                                                  const OpState &op, bool flat)
+/* Only in backend `hosts`: posts the puts (copies over the net) that send the records of the
+ * tokens [begin, begin + tokens) to other hosts. With layout FLAT (`flat`), also sends the row
+ * words (plan/flat.cuh). There is one large put per rank and array, because this is faster than
+ * one put per token. Called by all threads of the CTA that has stored the records; thread q
+ * posts the puts for rank q. */
+__device__ __forceinline__ void post_put_tokens(const p2p_plan_job &job, const OpState &op,
+                                                bool flat, int begin, int tokens)
 {
     const p2p_self &self = job.self;
     const int q = (int)threadIdx.x, top_k = (int)job.layer.top_k;
-    const int begin = (int)blockIdx.x * p.tokens_per_cta;
-    const int tokens = min(job.num_tokens - begin, p.tokens_per_cta);
     __syncthreads();
     if (q >= self.num_ranks || tokens <= 0) return;
     const int64_t source =
         (int64_t)epoch_parity(op) * self.num_ranks + source_number(self, q, self.rank);
     const uint64_t *records = (const uint64_t *)(self.heap[q] + self.at.records) +
-                              source * self.at.choices + (int64_t)begin * top_k;
+                              source * p2p_index_choices(&self.at) +
+                              (int64_t)RECORD_INDEX(op, begin) * top_k;
     if (top_k <= WARP) post_put_words(op, q, records, (int64_t)tokens * top_k);
     if (flat)
         post_put_words(
             op, q,
             row_word_address(self, op, self.heap[q], source_number(self, q, self.rank), begin),
             tokens);
+}
+
+/* Calls post_put_tokens() for all tokens of this planner CTA. */
+static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_plan_job &job,
+                                                  const OpState &op, bool flat)
+{
+    const int begin = (int)blockIdx.x * p.tokens_per_cta;
+    post_put_tokens(job, op, flat, begin, min(job.num_tokens - begin, p.tokens_per_cta));
 }
 
 /* Makes the plan, together with the other planner CTAs of all ranks. Called by all threads of
@@ -273,7 +281,7 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
         place_rows<FEATURES>(p, job, op);
     else
         place_choices<FEATURES>(p, job, op, lanes, range, counted);
-    if (HOSTS) post_put_plan(p, job, op, FLAT);
+    if (HOSTS && SENDS_RECORDS(op)) post_put_plan(p, job, op, FLAT);
     if (blockIdx.x == 0) {
         write_plan_outputs(p, job, (int)threadIdx.x, (int)blockDim.x);
         __syncthreads();

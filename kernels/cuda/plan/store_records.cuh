@@ -57,23 +57,23 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     return true;
 }
 
-/* Calls keep(source, first, tokens) for each group of tokens that this warp handles. A group
- * has 32 / top_k tokens (at least one) of one rank. keep() copies the records of the group.
- * source: rank of the tokens. first: first token of the group. tokens: number of tokens of rank
- * `source`. `tokens_of`: number of tokens of each rank. `warps`: number of warps that share the
+/* Calls keep(source, first, stop) for each group of tokens that this warp handles, among the
+ * tokens [begin, end) of all ranks. A group has 32 / top_k tokens (at least one) of one rank.
+ * keep() copies the records of the group. source: rank of the tokens. first: first token of the
+ * group. stop: the tokens of rank `source` in [begin, end) end before this token. `tokens_of`: number of tokens of each rank. `warps`: number of warps that share the
  * work. `warp`: index of the calling warp among these warps. If keep() returns false, stops and
  * returns false. */
 template <class Keep>
-__device__ __forceinline__ bool for_each_token_group(const p2p_plan_job &job,
-                                                     const RankNumbers &tokens_of, int warp,
-                                                     int warps, Keep keep)
+__device__ __forceinline__ bool
+for_each_token_group(const p2p_plan_job &job, const RankNumbers &tokens_of, int warp, int warps,
+                     int32_t begin, int32_t end, Keep keep)
 {
     const int per_group = job.layer.top_k <= WARP ? WARP / job.layer.top_k : 1;
     for (int q = 0; q < job.self.num_ranks; q++) {
         const int source = (job.self.rank + q) % job.self.num_ranks;
-        const int32_t tokens = number_of_rank(tokens_of, source);
-        for (int32_t group = warp; (int64_t)group * per_group < tokens; group += warps)
-            if (!keep(source, group * per_group, tokens)) return false;
+        const int32_t stop = min(number_of_rank(tokens_of, source), end);
+        for (int32_t group = warp; begin + (int64_t)group * per_group < stop; group += warps)
+            if (!keep(source, begin + group * per_group, stop)) return false;
     }
     return true;
 }

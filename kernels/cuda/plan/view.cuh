@@ -336,8 +336,8 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
     return (const uint64_t *)(inbox_base(op, source) + self.at.records) +
            ((int64_t)epoch_parity(op) * self.num_ranks +
             source_number(self, self.rank, source)) *
-               self.at.choices +
-           token * top_k;
+               p2p_index_choices(&self.at) +
+           RECORD_INDEX(op, token) * top_k;
 }
 
 /* Waits for up to 32 words of a record, one per lane, from word `chunk` * 32 on. `words`:

@@ -49,12 +49,12 @@ static void print_backend(const char *backend)
         CHECK(info.plan_bytes > 0 && many.plan_bytes > info.plan_bytes);
         if (ranks[i] == 64) first = info;
     }
-    /* staging_bytes also limits the words for rows. So each further rank adds only counts and
-     * records to a heap, which are less than 1 MiB. In the backend hosts, the inbox and the
-     * outbox have the same size as the heap. */
+    /* staging_bytes also limits the words for rows and the records. So each further rank adds
+     * only counts to a heap, which are less than 256 KiB. In the backend hosts, the inbox and
+     * the outbox have the same size as the heap. */
     const int64_t heaps = strcmp(backend, "hosts") ? 1 : 3;
     const int64_t last = memory_of(backend, 256, 256, STAGING).device_bytes;
-    CHECK_SAY(last - first.device_bytes < heaps * 192 << 20, "%lld bytes",
+    CHECK_SAY(last - first.device_bytes < heaps * 192 << 18, "%lld bytes",
               (long long)(last - first.device_bytes));
 }
 
