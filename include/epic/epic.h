@@ -554,7 +554,8 @@ typedef struct epic_layer {
     uint32_t sum_order;       /* an epic_sum_order */
     uint32_t leaves;          /* with EPIC_TREE: number of leaves.  A power of two that
                                  divides num_experts, and a multiple of num_ranks; 0:
-                                 num_ranks */
+                                 num_ranks.  After epic_regroup the number of members
+                                 takes the place of num_ranks */
     /* epic_type of the partial sums that are sent back: EPIC_F32 or the type of the
      * rows; 0: the type of the rows */
     uint32_t partial_type;
@@ -2024,11 +2025,12 @@ typedef struct epic_members_info {
  * CUDA:    waits until all work of this process on the device has ended.  If other ranks of the
  *          group are threads of this process on the same device, the caller must synchronize
  *          the streams of the context instead.  Memory, addresses and sizes do not change, so
- *          CUDA graphs that were captured in an earlier generation stay valid.  The new
- *          generation does not support sum_order EPIC_TREE in layers (EPIC_ENOTSUP; in a graph
- *          a class (b) error of the plan), and no windows.  If a member does not enter the
- *          generation in time, the call returns EPIC_ETIMEOUT, and the new generation is
- *          broken. */
+ *          CUDA graphs that were captured in an earlier generation stay valid.  They keep the
+ *          number of leaves (epic_layer) of their capture.  A plan in such a graph with
+ *          sum_order EPIC_TREE gets a class (b) error if the number of members is no power of
+ *          two, or if an expert is on no member.  The new generation has no windows.  If a
+ *          member does not enter the generation in time, the call returns EPIC_ETIMEOUT, and
+ *          the new generation is broken. */
 static inline epic_result epic_regroup(epic_context *ctx, const epic_regroup_args *args,
                                        epic_members_info *out);
 

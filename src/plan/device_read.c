@@ -46,9 +46,10 @@ static header_view view_header(const header *h)
 static bool is_header_valid(const device_few_header *h, const header_view *view)
 {
     if (!view->is_intact || h->num_ranks < 1 || h->num_ranks > DEVICE_MOST_RANKS ||
-        h->rank < 0 || h->rank >= h->num_ranks || h->num_experts > DEVICE_MAX_EXPERTS ||
-        h->top_k < 1 || h->top_k > DEVICE_MAX_TOP_K || h->max_tokens < 0 ||
-        h->max_tokens > INT32_MAX || view->tokens_of[h->rank] < 0 ||
+        h->rank < 0 || h->rank >= h->num_ranks || h->num_experts < 1 ||
+        h->num_experts > DEVICE_MAX_EXPERTS || h->owned < 0 ||
+        h->owned > (int32_t)h->num_experts || h->top_k < 1 || h->top_k > DEVICE_MAX_TOP_K ||
+        h->max_tokens < 0 || h->max_tokens > INT32_MAX || view->tokens_of[h->rank] < 0 ||
         view->tokens_of[h->rank] > h->max_tokens || view->layout > EPIC_FLAT)
         return false;
     const device_plan_layout at =
@@ -89,7 +90,8 @@ static epic_result read_fates(const unsigned char *from, int64_t choices, device
 }
 
 /* Fills in *out from the header, except the counts of fates. With EPIC_TREE, rank_at lists the
- * ranks in the order of their leaves, and each rank has the same number of leaves. */
+ * ranks in the order of their leaves, and all members of the group have equally many experts
+ * and leaves. */
 static void describe_device_plan(const device_few_header *h, const header_view *view,
                                  const device_plan_layout *at, epic_plan_info *out)
 {
@@ -103,7 +105,8 @@ static void describe_device_plan(const device_few_header *h, const header_view *
                             .rank_offset = at->rank_of};
     for (int q = 0; q < h->num_ranks; q++) out->total_tokens += view->tokens_of[q];
     if (h->sum_order != EPIC_TREE) return;
-    out->num_leaves = view->layer_leaves / (uint32_t)h->num_ranks;
+    out->num_leaves =
+        (uint32_t)((uint64_t)view->layer_leaves * (uint32_t)h->owned / h->num_experts);
     for (int i = 0; i < h->num_ranks; i++)
         if (view->rank_at[i] == h->rank) out->first_leaf = (uint32_t)i * out->num_leaves;
 }

@@ -3,6 +3,7 @@
 #include "base/error.h"
 #include "base/sized.h"
 #include "plan/plan.h"
+#include "rules/sentences.h"
 
 static epic_result layer_error(const char *field, uint32_t value, const char *rule)
 {
@@ -18,11 +19,12 @@ static epic_result check_tree(const epic_layer *l, int32_t num_members)
 {
     if (!is_power_of_two(l->leaves))
         return layer_error("leaves", l->leaves,
-                           "must be a power of two with EPIC_TREE (0 stands for num_ranks)");
+                           "must be a power of two with EPIC_TREE (0 stands for num_ranks or, "
+                           "after epic_regroup, for the number of members)");
     if (l->num_experts % l->leaves)
         return layer_error("leaves", l->leaves, "must divide num_experts");
     if (l->leaves % (uint32_t)num_members)
-        return layer_error("leaves", l->leaves, "must be a multiple of num_ranks");
+        return epic_fail(EPIC_EINVAL, SENTENCE_MEMBERS, (long long)l->leaves, num_members);
     return EPIC_OK;
 }
 

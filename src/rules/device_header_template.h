@@ -16,15 +16,16 @@ typedef struct DEVICE_HEADER {
     int32_t owned;     /* number of experts that this rank owns */
     int32_t tokens_of[DEVICE_HEADER_RANKS]; /* number of tokens of each rank */
     int32_t slots_of[DEVICE_HEADER_RANKS];  /* number of slots of each rank */
-    /* With EPIC_TREE, the experts form num_ranks equal blocks. rank_at[i] is the rank that owns
-     * block i. The leaves of the experts of block i are subtree i of the sum tree. */
+    /* With EPIC_TREE, the experts form as many equal blocks as the group has members. rank_at[i]
+     * is the rank that owns block i. The leaves of the experts of block i are subtree i of the
+     * sum tree. If ranks have left the group, the last elements are their numbers. */
     uint8_t rank_at[DEVICE_HEADER_RANKS];
     int32_t capacity; /* number of slots that this rank may use */
     /* with EPIC_TREE: id of this rank's first expert; the ids of its experts are contiguous */
     int32_t first_expert;
     uint32_t layout;
     /* number of leaves in the layer's options. In contrast, `leaves` is the number of leaves
-     * that combine uses: layer_leaves, or num_ranks if the plan is FLAT */
+     * that combine uses: layer_leaves, or the number of members if the plan is FLAT */
     uint32_t layer_leaves;
     uint32_t num_logical; /* 0: no replicas */
     uint32_t layer_hash;  /* hash of all fields of the layer */

@@ -16,9 +16,6 @@
 #endif
 #ifdef SEATS
 #include "context/context.h"
-#define LACKS_WITH_SEATS SUITE_TREE
-#else
-#define LACKS_WITH_SEATS 0
 #endif
 #define ARENA_BYTES (96 << 20) /* memory for all arrays of a rank's call */
 
@@ -116,8 +113,7 @@ static const suite_memory gpu = {.open = open_arena,
                                  .stream = stream,
                                  .max_sms = max_sms,
                                  .device = true,
-                                 .lacks =
-                                     SUITE_F64 | SUITE_EXPERTS | SUITE_BY_K | LACKS_WITH_SEATS,
+                                 .lacks = SUITE_F64 | SUITE_EXPERTS | SUITE_BY_K,
                                  .most_experts = 8192};
 
 #ifdef SEATS
@@ -132,8 +128,9 @@ static void set_members(epic_context *ctx, const world_seats *seats)
  * members. */
 static int run_suite(int argc, char **argv)
 {
-    static const world_seats groups[] = {
-        {3, 2, {0, 2}}, {4, 3, {1, 2, 3}}, {9, 4, {1, 3, 4, 8}}};
+    static const world_seats groups[] = {{3, 2, {0, 2}},       {4, 3, {1, 2, 3}},
+                                         {4, 2, {1, 2}},       {4, 1, {2}},
+                                         {8, 4, {0, 3, 4, 6}}, {9, 4, {1, 3, 4, 8}}};
     check_begin();
     printf("seed %llu\n", (unsigned long long)run_seed());
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++)

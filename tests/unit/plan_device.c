@@ -40,6 +40,7 @@ static made make(void)
                                      .leaves = 8,
                                      .layer_leaves = 8,
                                      .num_local = 2,
+                                     .owned = EXPERTS / RANKS,
                                      .tokens_of = {1, 2, TOKENS, 4},
                                      .slots_of = {0, 0, SLOTS, 0},
                                      .rank_at = {0, 2, 1, 3},
@@ -67,6 +68,13 @@ static void check_good(void)
     CHECK_EQ(info.num_leaves, 2);
     CHECK_EQ(info.first_leaf, 2); /* the subtree of this rank is the second one */
     CHECK(!memcmp(m.bytes + info.fate_offset, m.fate, sizeof *m.fate));
+    /* after ranks 0 and 1 have left, half of the experts belong to this rank */
+    memcpy(m.header->rank_at, (const uint8_t[]){3, 2, 0, 1}, RANKS);
+    m.header->owned = EXPERTS / 2;
+    seal(&m);
+    CHECK_EQ(epic_plan_read(m.bytes, m.size, &info), EPIC_OK);
+    CHECK_EQ(info.num_leaves, 4);
+    CHECK_EQ(info.first_leaf, 4);
     m.header->result = EPIC_EOVERFLOW;
     seal(&m);
     CHECK_EQ(epic_plan_read(m.bytes, m.size, &info), EPIC_OK);
@@ -149,6 +157,7 @@ static void check_many_ranks(void)
                               .num_experts = MANY,
                               .top_k = 1,
                               .num_local = 1,
+                              .owned = 1,
                               .sum_order = EPIC_TREE,
                               .layer_leaves = MANY,
                               .capacity = 30};

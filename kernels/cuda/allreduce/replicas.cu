@@ -26,8 +26,9 @@
  * has only one replica, so there is nothing to add. */
 #define SINGLE_REPLICA 0xffff
 /* Maximum number of levels of a binary tree over the leaves (blocks of experts) of a rank,
- * including the root. A rank has at most 128 leaves. */
+ * including the root. */
 #define LEAF_LEVELS 8
+static_assert(1 << (LEAF_LEVELS - 1) == P2P_MOST_LEAVES, "a tree over all leaves of a rank");
 
 /* Tables in shared memory about the *replicated* experts: the logical experts with two or more
  * replicas. In all comments of this struct, n is the index of a replicated expert among the
@@ -99,7 +100,7 @@ static __device__ void number_replicated(Replicas &r, int num_logical)
  * because the caller may have changed the plan's memory. `bytes`: address of the plan in
  * memory. Called by all threads of a CTA. */
 static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2p_self &self,
-                                     const uint8_t *bytes)
+                                     const OpState &op, const uint8_t *bytes)
 {
     const device_plan_header &h = plan.header;
     const int experts = (int)h.num_experts, num_logical = (int)h.num_logical, owned = h.owned;
@@ -110,7 +111,7 @@ static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2
     const bool tree = h.sum_order == EPIC_TREE;
     const int leaves = tree ? (int)h.layer_leaves : 1;
     const int each = max(experts / leaves, 1), first = tree ? h.first_expert / each : 0;
-    if (threadIdx.x == 0) r.leaves = tree ? max(leaves / self.num_ranks, 1) : 1;
+    if (threadIdx.x == 0) r.leaves = tree ? max(leaves / num_members(self, op), 1) : 1;
     for (int l = threadIdx.x; l < num_logical; l += BLOCK) r.num_replicas[l] = 0;
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += BLOCK)
@@ -272,7 +273,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (plan.is_valid && h.result == EPIC_OK && h.num_logical && job.count > 0 &&
         h.num_experts <= P2P_REPLICATED_EXPERTS && check_local_rows(op, job, h.num_local, ok) &&
         ok) {
-        read_replicas(replicas, plan, self, job.plan);
+        read_replicas(replicas, plan, self, op, job.plan);
         const int64_t all = (job.count + 3) / 4 * replicas.num_replicated;
         const int64_t most = self.at.source_bytes / 16;
         for (int64_t begin = 0;; begin += most) {

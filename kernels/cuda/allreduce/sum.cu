@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(BLOCK, 1) sum_kernel(const __grid_constant__ p
     for (int64_t v = first; ok && v < vectors; v += stride) {
         const RankSum s = make_rank_sum(op, job, v + lane_id());
         float x[4];
-        ok = !MANY && job.order == EPIC_TREE && vacant_seats(op) ? add_ranks_looped(s, x)
-                                                                 : add_ranks<MANY>(s, x);
+        ok = add_ranks<MANY>(s, x);
         if (ok && s.in) store_floats(job.data, s.at, job.count, x);
     }
     finish_operation(op);

@@ -240,12 +240,13 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
 }
 
 /* Waits for the vectors of all ranks, and sets x to their sum. s.order selects the order of the
- * additions: in ascending order of ranks, or in a binary tree. If seats are vacant, a tree is
- * only possible with add_ranks_looped(). MANY: true if the group has more than
- * MAX_UNROLLED_RANKS ranks. Called by one warp. Returns false if the group has failed. */
+ * additions: in ascending order of ranks, or in a binary tree. add_ranks_unrolled() cannot add
+ * in a tree if seats are vacant. MANY: true if the group has more than MAX_UNROLLED_RANKS
+ * ranks. Called by one warp. Returns false if the group has failed. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
-    return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);
+    const bool loops = MANY || (s.order == EPIC_TREE && vacant_seats(s.op));
+    return loops ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);
 }
 
 #endif

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const device_plan_header &h = plan.header;
     const bool moves = plan.is_valid && h.result == EPIC_OK;
     const bool tree = h.sum_order == EPIC_TREE;
-    const bool leaves = tree && (int)h.leaves > job.self.num_ranks;
+    const bool leaves = tree && (int)h.leaves > num_members(job.self, op);
     const bool has_f32_partials = ROW::N == 8 && h.partial_type == EPIC_F32;
     const bool deep = tree && job.self.num_ranks > 8;
     const bool adds_by_host = moves && can_add_by_host(job.self, h);
@@ -123,7 +123,9 @@ __device__ __forceinline__ void find_leaf_slots(LeafSlots &to, const PlanView &p
 
 /* The kernel for rows that combine/stream.cuh supports, if each rank has several leaves of the
  * sum tree. A leaf is a block of experts whose rows are added first. This is a separate kernel,
- * because combine_kernel() has no registers left for the nodes of a tree. */
+ * because combine_kernel() has no registers left for the nodes of a tree. If ranks have left
+ * the group after the launch was captured in a CUDA graph, each member has more than job.leaves
+ * leaves. If these are too many for combine/stream.cuh, the kernel runs combine/plain.cuh. */
 template <class ROW, bool EXACT>
 __global__ void __launch_bounds__(BLOCK, 1)
     combine_leaves_kernel(const __grid_constant__ p2p_combine_job job)
@@ -134,20 +136,37 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ PlanView plan;
     __shared__ Stride expert, source;
     __shared__ LeafSlots leaf_slots;
-    const RowShape shape = row_shape<STREAM_V>(job.row_bytes, true);
+    RowShape shape = row_shape<STREAM_V>(job.row_bytes, true);
     if (threadIdx.x == SETTER) set_strides(job, expert, source, shape.pieces);
     if (!read_plan_and_begin(plan, op, job.plan, job.plan_bytes, job.self, job.num_tokens,
                              job.num_rows))
         return;
     const device_plan_header &h = plan.header;
     const bool moves = plan.is_valid && h.result == EPIC_OK;
-    const bool is_single = moves && start_single_round(op, plan, shape);
-    if (moves) find_leaf_slots(leaf_slots, plan, job.leaves);
+    int leaves = 0; /* number of leaves of this rank; only with WITH_VACANT_SEATS */
+    bool streams = true;
+    uint4 *stack = NULL;
+    if constexpr (WITH_VACANT_SEATS) {
+        leaves = (int)h.leaves / num_members(job.self, op);
+        streams = leaves <= P2P_STREAM_LEAVES;
+        constexpr int STACK_VECTORS = LEAF_LEVELS * WARP;
+        static_assert(STACK_VECTORS * 16 <= CombineStream<ROW, EXACT, true, true>::WARP_BYTES,
+                      "a LeafStack fits into the shared memory of a warp");
+        stack = (uint4 *)memory + threadIdx.x / WARP * STACK_VECTORS;
+        if (!streams) shape = row_shape<1>(job.row_bytes, true);
+        if (!streams && threadIdx.x == SETTER) set_strides(job, expert, source, shape.pieces);
+    }
+    const bool is_single = moves && streams && start_single_round(op, plan, shape);
+    if (moves && streams)
+        find_leaf_slots(leaf_slots, plan, WITH_VACANT_SEATS ? leaves : job.leaves);
     __syncthreads();
-    CombineState c = {job,  op,    plan,          expert, source,
-                      NULL, shape, policy_once(), 0,      (int)h.top_k};
+    CombineState c = {job,   op,    plan,          expert, source,
+                      stack, shape, policy_once(), 0,      (int)h.top_k};
     bool ok = true;
-    if (moves) ok = combine_stream<ROW, EXACT, true, true>(c, op, memory, &leaf_slots);
+    if (moves && streams)
+        ok = combine_stream<ROW, EXACT, true, true>(c, op, memory, &leaf_slots);
+    if constexpr (WITH_VACANT_SEATS)
+        if (moves && !streams) ok = combine_plain<ROW, ROW, true>(c, op);
     if (end_rounds(op, h, is_single, moves, ok)) clear_outputs(c);
 }
 

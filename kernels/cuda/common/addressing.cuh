@@ -180,6 +180,12 @@ __device__ __forceinline__ bool is_vacant(const OpState &op, int q)
     return WITH_VACANT_SEATS && (vacant_seats(op) >> q & 1);
 }
 
+/* Returns the number of seats that are not vacant. */
+__device__ __forceinline__ int num_members(const p2p_self &self, const OpState &op)
+{
+    return self.num_ranks - __popc(vacant_seats(op));
+}
+
 /* Returns true if q is below num_ranks and seat q is not vacant. */
 __device__ __forceinline__ bool is_member(const p2p_self &self, const OpState &op, int q)
 {

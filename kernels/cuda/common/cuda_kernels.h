@@ -54,7 +54,9 @@ typedef enum p2p_fault {
      * num_local_experts, maximum number of experts of a rank */
     P2P_FAULT_TOO_MANY_LOCAL = 12,
     /* an expert is on a vacant seat; about: expert, rank */
-    P2P_FAULT_VACANT = 13
+    P2P_FAULT_VACANT = 13,
+    /* the leaves of the sum tree cannot be divided among the members; about: leaves, members */
+    P2P_FAULT_MEMBERS = 14
 } p2p_fault;
 
 /* A notice reports an error in the data of an operation. A kernel writes the notice to host
@@ -399,6 +401,7 @@ typedef struct p2p_combine_job {
 } p2p_combine_job;
 
 #define P2P_STREAM_LEAVES 8 /* maximum of p2p_combine_job.leaves; a power of two */
+#define P2P_MOST_LEAVES 128 /* maximum number of leaves of the sum tree on each rank */
 
 /* Arguments of the operation combine_backward. For each slot, it computes d_rows (the slot's
  * weight times the d_out of its token) and d_slot_weights. */

@@ -511,15 +511,29 @@ static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
     __syncwarp();
 }
 
-/* Reports to the host that the lowest vacant seat (a rank number without a process) has
- * experts. Because a vacant seat has no process that could be at fault, the error names the
- * lowest rank that has one, as in the general planner. Called by one thread. */
+/* Reports to the host that the plan is invalid because a seat (rank number) is vacant. Each
+ * seat, also a vacant one, has job.block experts. The error is that of the general planner. It
+ * names the lowest member, because a vacant seat has no process that could be at fault. With
+ * EPIC_TREE, the first wrong expert is the first expert of seat 0 if this seat is vacant. If it
+ * is not, seat 0 has too few experts for a block, and the next seat has the wrong expert.
+ * Called by one thread. */
 static __device__ __noinline__ void report_vacant(const p2p_plan_job &job, const OpState &op)
 {
+    const bool is_tree = job.layer.sum_order == EPIC_TREE;
     const int vacant = __ffs(vacant_seats(op)) - 1, member = __ffs(~vacant_seats(op)) - 1;
-    report_data_error(
-        job.self,
-        {EPIC_EINVAL, op.epoch, P2P_FAULT_VACANT, member, {vacant * job.block, vacant, 0, 0}});
+    const int seat = is_tree ? min(vacant, 1) : vacant;
+    p2p_notice notice = {EPIC_EINVAL,
+                         op.epoch,
+                         (uint32_t)(is_tree ? P2P_FAULT_PLACEMENT : P2P_FAULT_VACANT),
+                         member,
+                         {seat * job.block, seat, 0, 0}};
+    if (is_tree && !has_leaves_of_members(job, op))
+        notice = {EPIC_EINVAL,
+                  op.epoch,
+                  P2P_FAULT_MEMBERS,
+                  member,
+                  {job.layer.leaves, num_members(job.self, op), 0, 0}};
+    report_data_error(job.self, notice);
 }
 
 /* Fills in the fields of the header that begin_header() has not set. Then writes the header and

@@ -324,15 +324,22 @@ __device__ __forceinline__ int32_t read_owner(const p2p_plan_job &job, uint32_t 
  * the array: P2P_FAULT_PLACEMENT selects rank_of_expert, P2P_FAULT_REPLICA logical_of_expert,
  * and P2P_FAULT_EXPERT topk_idx. On return, `kind` is the exact fault, for example
  * P2P_FAULT_DUPLICATE. If the fault is that a logical expert has no replica, `index` becomes
- * the id of this logical expert. Called by one thread. */
+ * the id of this logical expert. If the fault is P2P_FAULT_MEMBERS, `index` becomes the number
+ * of leaves, and the function returns the number of members. Called by one thread. */
 __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, const OpState &op,
                                                     uint32_t &kind, uint32_t &index)
 {
     const uint32_t experts = job.layer.num_experts;
     if (kind == P2P_FAULT_PLACEMENT) {
         const int32_t owner = read_owner(job, index);
-        const bool vacant = owner >= 0 && owner < job.self.num_ranks && is_vacant(op, owner);
-        if (vacant && job.layer.sum_order != EPIC_TREE) kind = P2P_FAULT_VACANT;
+        const bool is_rank = owner >= 0 && owner < job.self.num_ranks;
+        const bool is_tree = job.layer.sum_order == EPIC_TREE;
+        if (WITH_VACANT_SEATS && is_rank && is_tree && !has_leaves_of_members(job, op)) {
+            kind = P2P_FAULT_MEMBERS;
+            index = job.layer.leaves;
+            return num_members(job.self, op);
+        }
+        if (is_rank && !is_tree && is_vacant(op, owner)) kind = P2P_FAULT_VACANT;
         return owner;
     }
     if (kind == P2P_FAULT_REPLICA && index < experts) return job.logical_of_expert[index];

@@ -179,6 +179,26 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
     return slots;
 }
 
+/* Only with WITH_VACANT_SEATS: sets rank_at and first_expert if the caller passed
+ * rank_of_expert and the sum order is EPIC_TREE. The experts form as many equal blocks as there
+ * are members. The owner of block i gets position i. Vacant seats get the last positions, where
+ * combine adds no partial sum. */
+static __device__ __noinline__ void place_members(Planner &p, const p2p_plan_job &job,
+                                                  const OpState &op)
+{
+    device_plan_header &h = p.header;
+    const p2p_self &self = job.self;
+    const int members = num_members(self, op), block = (int)job.layer.num_experts / members;
+    if (job.layer.sum_order != EPIC_TREE || !job.rank_of_expert) return;
+    for (int i = 0; i < members; i++) {
+        h.rank_at[i] = p.owner[block * i];
+        if (p.owner[block * i] == self.rank) h.first_expert = block * i;
+    }
+    int position = members;
+    for (int q = 0; q < self.num_ranks; q++)
+        if (is_vacant(op, q)) h.rank_at[position++] = (uint8_t)q;
+}
+
 /* Sets the fields of the plan's header that do not depend on the counts. Called by one thread,
  * before the counts have arrived. */
 static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const OpState &op)
@@ -204,7 +224,7 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
     h.expert_capacity = layer.expert_capacity;
     h.sum_order = layer.sum_order;
     h.layer_leaves = layer.leaves ? layer.leaves : 1;
-    h.leaves = flat ? (uint32_t)self.num_ranks : h.layer_leaves;
+    h.leaves = flat ? (uint32_t)num_members(self, op) : h.layer_leaves;
     h.partial_type = layer.partial_type;
     h.layout = layer.layout;
     h.layer_hash = self.layer_hashes[0];
@@ -213,8 +233,10 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
     for (int q = 0; q < DEVICE_MAX_RANKS; q++)
         h.rank_at[q] = (uint8_t)(q < self.num_ranks ? q : 0);
     /* The low-latency planner, which has no p.owner, also calls this function. But
-     * rank_of_expert is NULL in its calls, so it does not execute this loop. */
-    if (layer.sum_order == EPIC_TREE && job.rank_of_expert)
+     * rank_of_expert is NULL in its calls, so it does not read p.owner. */
+    if (WITH_VACANT_SEATS)
+        place_members(p, job, op);
+    else if (layer.sum_order == EPIC_TREE && job.rank_of_expert)
         for (int q = 0; q < self.num_ranks; q++) {
             const int first = job.block * q;
             h.rank_at[q] = p.owner[first];

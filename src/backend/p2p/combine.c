@@ -34,7 +34,7 @@ typedef struct plan_argument {
  * returns the number of leaves per rank. If not, returns 0. */
 static int32_t leaves_to_stream(const epic_group *g, const epic_layer *layer)
 {
-    const uint32_t leaves = layer->leaves / (uint32_t)g->num_ranks;
+    const uint32_t leaves = layer->leaves / (uint32_t)p2p_num_members(g);
     const bool streams = WITH_WINDOWS && layer->sum_order == EPIC_TREE && g->num_ranks <= 8 &&
                          leaves > 1 && leaves <= P2P_STREAM_LEAVES && layer->top_k <= 32 &&
                          layer->layout != EPIC_FLAT && !layer->partial_type;

@@ -106,12 +106,18 @@ static void write_notice(const epic_group *g, const p2p_notice *n, char *to, siz
         return;
     case P2P_FAULT_PLACEMENT:
         if (b >= 0 && b < g->num_ranks)
-            snprintf(to, size, SENTENCE_TREE_PLACEMENT, n->rank, a, b, g->num_ranks);
+            snprintf(to, size, SENTENCE_TREE_PLACEMENT, n->rank, a, b, p2p_num_members(g));
         else
             snprintf(to, size, SENTENCE_PLACEMENT, n->rank, a, b, g->num_ranks - 1);
         return;
     case P2P_FAULT_VACANT:
         snprintf(to, size, SENTENCE_VACANT, n->rank, a, b);
+        return;
+    case P2P_FAULT_MEMBERS:
+        if (a % b)
+            snprintf(to, size, SENTENCE_MEMBERS, a, (int)b);
+        else
+            snprintf(to, size, SENTENCE_MOST_LEAVES, (unsigned)a, P2P_MOST_LEAVES);
         return;
     case P2P_FAULT_CAPACITY:
         snprintf(to, size, SENTENCE_CAPACITY, n->rank, a, b);

@@ -2,6 +2,7 @@
 #include "backend/p2p/layers.h"
 
 #include "base/error.h"
+#include "rules/sentences.h"
 
 void p2p_sign_layer(signature *a, const epic_layer *layer)
 {
@@ -66,18 +67,12 @@ epic_result p2p_read_layer(const epic_group *g, epic_layer *out, const epic_laye
                          "layer.top_k is %u, config.max_tokens %lld: their product must "
                          "be below %lld in CUDA contexts",
                          out->top_k, (long long)g->config.max_tokens, 1ll << P2P_COUNT_BITS);
-    if (g->vacant && out->sum_order == EPIC_TREE)
-        return epic_fail(
-            EPIC_ENOTSUP,
-            "layer.sum_order is EPIC_TREE: must be EPIC_BY_RANK in CUDA contexts whose group "
-            "has lost ranks; or open a new group");
     if (!out->alignment || out->layout == EPIC_FLAT) out->alignment = 1;
     if (!out->leaves) out->leaves = (uint32_t)g->num_ranks;
     if (out->sum_order != EPIC_TREE) out->leaves = (uint32_t)g->num_ranks;
-    if (out->leaves / (uint32_t)g->num_ranks > 128)
-        return epic_fail(EPIC_ENOTSUP,
-                         "layer.leaves is %u: must be at most 128 per rank in CUDA contexts",
-                         out->leaves);
+    if (out->sum_order == EPIC_TREE &&
+        out->leaves / (uint32_t)p2p_num_members(g) > P2P_MOST_LEAVES)
+        return epic_fail(EPIC_ENOTSUP, SENTENCE_MOST_LEAVES, out->leaves, P2P_MOST_LEAVES);
     return EPIC_OK;
 }
 
@@ -106,6 +101,7 @@ epic_result p2p_read_plan_layer(const epic_group *g, epic_layer *out, const epic
 bool p2p_needs_general_combine(const epic_group *g, const epic_layer *layer)
 {
     const bool tree = layer->sum_order == EPIC_TREE;
-    return layer->partial_type || (tree && layer->leaves > (uint32_t)g->num_ranks) ||
-           (tree && g->num_ranks > 8);
+    const bool is_simple_tree =
+        !WITH_VACANT_SEATS && g->num_ranks <= 8 && layer->leaves == (uint32_t)g->num_ranks;
+    return layer->partial_type || (tree && !is_simple_tree);
 }

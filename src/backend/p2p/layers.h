@@ -48,7 +48,8 @@ bool p2p_keeps_by_k(const epic_layer *layer);
 
 /* Returns whether combine needs an option that the low-latency kernels do not support: several
  * leaves of the sum tree (blocks of experts) per rank, a partial_type other than the default,
- * or tree order with more than 8 ranks. */
+ * or tree order with more than 8 ranks. In groups whose seats can become vacant, they support
+ * no tree order: after a CUDA graph was captured, each rank may get several leaves. */
 bool p2p_needs_general_combine(const epic_group *group, const epic_layer *layer);
 
 #endif

@@ -207,6 +207,12 @@ static inline bool p2p_is_vacant(const epic_group *group, int seat)
     return WITH_VACANT_SEATS && (group->vacant >> seat % 32 & 1);
 }
 
+/* Returns the number of ranks that have not left the group. */
+static inline int p2p_num_members(const epic_group *group)
+{
+    return group->num_ranks - (WITH_VACANT_SEATS ? __builtin_popcount(group->vacant) : 0);
+}
+
 /* Implement epic_ops.set_members and epic_ops.regroup (members.c). */
 void p2p_set_members(epic_group *group, const seat_set *members);
 extern const struct epic_regroup_transport p2p_regroup;
