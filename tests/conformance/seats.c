@@ -18,7 +18,7 @@ static void set_members(epic_context *ctx, const world_seats *seats)
 int main(void)
 {
     static const world_seats groups[] = {
-        {3, 1, {1}}, {3, 2, {0, 2}}, {4, 3, {1, 2, 3}}, {8, 4, {0, 3, 4, 6}}};
+        {3, 1, {1}}, {3, 2, {0, 2}}, {4, 3, {1, 2, 3}}, {8, 4, {1, 2, 3, 6}}};
     check_begin();
     printf("seed %llu\n", (unsigned long long)run_seed());
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {

@@ -59,6 +59,7 @@ for ranks in 2 4; do run api_mismatch $ranks; done
 run api_mismatch_many 4
 run api_deaths 3 1 "$DEATHS"
 ! $REGROUP || run api_regroup 4 1 "$DEATHS"
+! $REGROUP || run api_regroup_tree
 LIMIT=300 run api_stops # all ranks together
 run api_windows 2
 for how in threads processes; do
