@@ -60,6 +60,7 @@ run api_mismatch_many 4
 run api_deaths 3 1 "$DEATHS"
 ! $REGROUP || run api_regroup 4 1 "$DEATHS"
 ! $REGROUP || run api_regroup_tree
+! $REGROUP || run api_regroup_layer
 LIMIT=300 run api_stops # all ranks together
 run api_windows 2
 for how in threads processes; do

@@ -41,7 +41,7 @@ static const test_case cases[] = {
 
 static const test_case *the_case;
 static epic_bootstrap group_of[MAX_SEATS], host_of[MAX_SEATS], fresh_of[MAX_STAGES][MAX_SEATS];
-static pthread_barrier_t all_captured;
+static pthread_barrier_t all_here;
 static int num_gpus;
 
 typedef struct rank_state {
@@ -376,6 +376,7 @@ static void check_fresh(rank_state *s, int stage, const epic_config *config)
     int32_t owner[2 * MAX_SEATS * 16];
     int number_of[MAX_SEATS];
     c.num_ranks = (uint32_t)s->num_members;
+    c.flags = 0; /* so the new group uses the kernels without vacant seats */
     for (int m = 0; m < s->num_members; m++) number_of[s->members[m]] = m;
     for (int e = 0; e < num_experts(); e++) owner[e] = number_of[s->owner[e]];
     copy(s->d_owner, owner, num_experts() * 4, s);
@@ -520,7 +521,7 @@ static void *run_rank(void *argument)
     s.step = capture(&s, launch_step);
     s.plain = capture(&s, launch_plain);
     /* a rank that still instantiates a graph could wait for the kernels of other ranks */
-    pthread_barrier_wait(&all_captured);
+    pthread_barrier_wait(&all_here);
     replay(&s, s.step);
     check_step(&s, (int)s.layer.leaves, "a replay with all seats");
     for (int stage = 0; stage < MAX_STAGES && the_case->members[stage]; stage++) {
@@ -530,6 +531,9 @@ static void *run_rank(void *argument)
         else
             check_no_tree(&s);
     }
+    /* A close frees memory, which waits for all kernels of the GPU. So no kernel may still wait
+     * for another rank. */
+    pthread_barrier_wait(&all_here);
     epic_close(s.ctx);
     epic_close(s.host);
     return NULL;
@@ -548,7 +552,7 @@ static void run_case(const test_case *c)
         fprintf(stderr, "regroup_tree: bootstrap: %s\n", epic_error(NULL));
         _exit(1);
     }
-    pthread_barrier_init(&all_captured, NULL, (unsigned)c->seats);
+    pthread_barrier_init(&all_here, NULL, (unsigned)c->seats);
     for (int r = 0; r < c->seats; r++)
         pthread_create(&threads[r], NULL, run_rank, (void *)(intptr_t)r);
     for (int r = 0; r < c->seats; r++) pthread_join(threads[r], NULL);
@@ -556,7 +560,7 @@ static void run_case(const test_case *c)
         epic_bootstrap_close(&group_of[r]);
         epic_bootstrap_close(&host_of[r]);
     }
-    pthread_barrier_destroy(&all_captured);
+    pthread_barrier_destroy(&all_here);
     printf("  %s: %d seats, %u leaves: passed\n", c->name, c->seats, c->leaves);
     fflush(NULL);
 }
