@@ -94,9 +94,7 @@ struct Planner {
     uint32_t bad_choice;
     /* Lowest expert whose entry in rank_of_expert is invalid, or NO_INDEX. A vacant seat (a
      * rank that has left the group) is invalid, unless the layer has replicas or drops the
-     * choices of absent experts. With EPIC_TREE, an entry is also invalid if it differs from
-     * the first entry of its block of num_experts / num_ranks experts. check_tree_blocks()
-     * describes the rule with EPIC_TREE in libraries with WITH_VACANT_SEATS. */
+     * choices of absent experts. check_tree_blocks() describes the rule with EPIC_TREE. */
     uint32_t bad_owner;
     /* arrays that only EPIC_BY_K uses: see plan/keep_by_k.cuh */
     int32_t *lower_k_count, *kept_before;
@@ -285,17 +283,17 @@ __device__ __forceinline__ bool has_leaves_of_members(const p2p_plan_job &job,
     return leaves % members == 0 && leaves / members <= P2P_MOST_LEAVES;
 }
 
-/* Only with EPIC_TREE and WITH_VACANT_SEATS: the experts form as many equal blocks as there are
- * members, and each member must own one block. Sets p.bad_owner to the lowest expert for which
- * this is wrong. If the leaves cannot be divided among the members, sets it to 0. Does nothing
- * if rank_of_expert has values that are not ranks. Called by all threads of the CTA when p.owner
- * is complete. */
+/* Only with EPIC_TREE: the experts form as many equal blocks as there are members, and each
+ * member must own one block. Sets p.bad_owner to the lowest expert for which this is wrong. If
+ * the leaves cannot be divided among the members, sets it to 0. Does nothing if rank_of_expert
+ * has values that are not ranks. Called by all threads of the CTA when p.owner is complete. */
 static __device__ __noinline__ void check_tree_blocks(Planner &p, const p2p_plan_job &job,
                                                       const OpState &op)
 {
     const int experts = job.layer.num_experts, block = experts / num_members(job.self, op);
     if (!__syncthreads_and(p.bad_owner == NO_INDEX)) return;
-    if (threadIdx.x == 0 && !has_leaves_of_members(job, op)) p.bad_owner = 0;
+    if (WITH_VACANT_SEATS && threadIdx.x == 0 && !has_leaves_of_members(job, op))
+        p.bad_owner = 0;
     for (int e = threadIdx.x; e < experts && block; e += blockDim.x) {
         const int first = e - e % block, owner = p.owner[e];
         bool is_wrong = is_vacant(op, owner) || owner != p.owner[first];
@@ -341,8 +339,9 @@ static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, const 
         p.owner[choices + q] = (uint8_t)q;
     const int block = experts / ranks;
     /* with EPIC_TREE, check_tree_blocks() finds experts on vacant seats */
-    const bool may_be_vacant = (WITH_VACANT_SEATS && job.layer.sum_order == EPIC_TREE) ||
-                               job.layer.num_logical || job.layer.flags & EPIC_DROP_ABSENT;
+    const bool is_tree = job.layer.sum_order == EPIC_TREE;
+    const bool may_be_vacant =
+        is_tree || job.layer.num_logical || job.layer.flags & EPIC_DROP_ABSENT;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         int owner = job.rank_of_expert ? job.rank_of_expert[e] : e / block;
         const bool is_rank = owner >= 0 && owner < ranks;
@@ -352,12 +351,7 @@ static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, const 
         for (int i = e; i < choices; i += experts) p.owner[i] = (uint8_t)owner;
     }
     __syncthreads();
-    const bool is_tree = job.layer.sum_order == EPIC_TREE;
-    if (is_tree && WITH_VACANT_SEATS)
-        check_tree_blocks(p, job, op);
-    else if (is_tree)
-        for (int e = threadIdx.x; e < experts; e += blockDim.x)
-            if (p.owner[e] != p.owner[e / block * block]) atomicMin(&p.bad_owner, (uint32_t)e);
+    if (is_tree) check_tree_blocks(p, job, op);
 }
 
 #endif

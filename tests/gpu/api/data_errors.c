@@ -37,6 +37,8 @@ enum {
     NO_ROWS, /* no rows in combine_backward */
     DROP,
     TREE,
+    TREE_TWO_BLOCKS,  /* EPIC_TREE, and a rank that owns two blocks of experts */
+    TREE_SPLIT_BLOCK, /* EPIC_TREE, and a block of experts that two ranks own */
     DISTINCT,
     TWIN,
     LONG_DISTINCT,
@@ -77,6 +79,8 @@ static const char *const names[] = {"good",
                                     "no rows",
                                     "dropping",
                                     "tree",
+                                    "two blocks of a tree on a rank",
+                                    "a block of a tree on two ranks",
                                     "distinct ids",
                                     "an id twice",
                                     "distinct ids, many of a token",
@@ -178,6 +182,16 @@ static int has_replicas(int which)
            which == FLAT_REPLICAS || which == FLAT_LOGICAL;
 }
 
+static int is_misplaced_tree(int which)
+{
+    return which == TREE_TWO_BLOCKS || which == TREE_SPLIT_BLOCK;
+}
+
+static int has_tree(int which)
+{
+    return which == TREE || is_misplaced_tree(which);
+}
+
 static int is_by_k(int which)
 {
     return which == BY_K || which == REPLICAS_BY_K || which == FLAT_BY_K;
@@ -223,6 +237,11 @@ static void fill_ids(const seat *s, int which)
     for (int i = 0; i < TOKENS * TOP_K; i++) narrow[i] = (int32_t)ids[i];
     for (int e = 0; e < EXPERTS; e++) owner[e] = e % num_ranks;
     if (which == PLACEMENT) owner[17] = num_ranks + 2;
+    for (int e = 0; is_misplaced_tree(which) && e < EXPERTS; e++)
+        owner[e] = e / (EXPERTS / num_ranks);
+    for (int e = EXPERTS - EXPERTS / num_ranks; which == TREE_TWO_BLOCKS && e < EXPERTS; e++)
+        owner[e] = 0;
+    if (which == TREE_SPLIT_BLOCK) owner[17] = (owner[17] + 1) % num_ranks;
     copy_memory(s, s->ids, which == WIDE_EXPERT ? (void *)ids : (void *)narrow,
                 which == WIDE_EXPERT ? sizeof ids : sizeof narrow);
     copy_memory(s, s->owner, owner, sizeof owner);
@@ -416,10 +435,12 @@ static void run_other_layer(seat *s, int which, observed *o)
         must_succeed(bytes[i] == (s->on_device ? 0 : 0x11), names[which], NULL);
 }
 
-/* Returns false if the case needs a sum tree, which requires a power of two of ranks. */
+/* Returns false if the case needs a sum tree, which requires a power of two of ranks, or more
+ * than one rank. */
 static int can_run_case(int which)
 {
-    return (which != TREE && which != ORDER_OF_COMBINE) || !(num_ranks & (num_ranks - 1));
+    if (is_misplaced_tree(which) && num_ranks == 1) return 0;
+    return (!has_tree(which) && which != ORDER_OF_COMBINE) || !(num_ranks & (num_ranks - 1));
 }
 
 static void run_case(seat *s, int which, observed *o)
@@ -438,22 +459,23 @@ static void run_case(seat *s, int which, observed *o)
                             .expert_capacity = drops        ? 9 * (uint32_t)num_ranks - 5
                                                : flat_drops ? 4 * (uint32_t)num_ranks
                                                             : 0,
-                            .sum_order = which == TREE ? EPIC_TREE : EPIC_BY_RANK,
-                            .leaves = which == TREE ? 8 : 0};
+                            .sum_order = has_tree(which) ? EPIC_TREE : EPIC_BY_RANK,
+                            .leaves = has_tree(which) ? 8 : 0};
     const int last = s->rank == num_ranks - 1;
-    const epic_plan_args args = {.call.stream = s->stream,
-                                 .layer = &s->layer,
-                                 .plan = s->plan,
-                                 .plan_bytes = PLAN,
-                                 .topk_idx = s->ids,
-                                 .num_tokens = is_long(which) ? LONG_TOKENS : TOKENS,
-                                 .rank_of_expert = which == PLACEMENT ? s->owner : NULL,
-                                 .logical_of_expert = has_replicas(which) ? s->logical : NULL,
-                                 .capacity = which == CAPACITY && last ? 17
-                                             : drops && last           ? 64
-                                             : flat_drops && last      ? 20
-                                                                       : SLOTS,
-                                 .index_type = which == WIDE_EXPERT ? EPIC_I64 : EPIC_I32};
+    const epic_plan_args args = {
+        .call.stream = s->stream,
+        .layer = &s->layer,
+        .plan = s->plan,
+        .plan_bytes = PLAN,
+        .topk_idx = s->ids,
+        .num_tokens = is_long(which) ? LONG_TOKENS : TOKENS,
+        .rank_of_expert = which == PLACEMENT || is_misplaced_tree(which) ? s->owner : NULL,
+        .logical_of_expert = has_replicas(which) ? s->logical : NULL,
+        .capacity = which == CAPACITY && last ? 17
+                    : drops && last           ? 64
+                    : flat_drops && last      ? 20
+                                              : SLOTS,
+        .index_type = which == WIDE_EXPERT ? EPIC_I64 : EPIC_I32};
     fill_ids(s, which);
     const epic_result planned = epic_plan(s->ctx, &args);
     observe_result(s, planned, which == DAMAGED ? NULL : o);
@@ -522,10 +544,16 @@ static void *run_rank(void *self)
     return NULL;
 }
 
-/* CUDA plans have -1 as the rank of a dropped choice. */
-static int has_same_stats(const observed *a, const observed *b)
+/* CUDA plans have -1 as the rank of a dropped choice. If the blocks of a tree are misplaced, the
+ * ranks have no leaves to compare. */
+static int has_same_stats(int which, const observed *a, const observed *b)
 {
-    int same = !memcmp(&a->info, &b->info, sizeof a->info);
+    epic_plan_info x = a->info, y = b->info;
+    if (is_misplaced_tree(which)) {
+        x.first_leaf = y.first_leaf;
+        x.num_leaves = y.num_leaves;
+    }
+    int same = !memcmp(&x, &y, sizeof x);
     for (int i = 0; i < TOKENS * TOP_K; i++)
         same &= a->fate[i] == b->fate[i] && (a->fate[i] < 0 || a->rank[i] == b->rank[i]);
     return same;
@@ -536,6 +564,8 @@ static int judge_case(int which, int rank)
     static const int expected[NUM_CASES] = {[EXPERT] = EPIC_EINVAL,
                                             [WIDE_EXPERT] = EPIC_EINVAL,
                                             [PLACEMENT] = EPIC_EINVAL,
+                                            [TREE_TWO_BLOCKS] = EPIC_EINVAL,
+                                            [TREE_SPLIT_BLOCK] = EPIC_EINVAL,
                                             [CAPACITY] = EPIC_EOVERFLOW,
                                             [ROWS] = EPIC_EOVERFLOW,
                                             [COMBINE_ROWS] = EPIC_EOVERFLOW,
@@ -574,7 +604,7 @@ static int judge_case(int which, int rank)
     /* on the host the end of a sentence can name remedies that CUDA contexts do not support */
     const int words =
         which == DAMAGED || other || !strncmp(h->sentence, d->sentence, strlen(d->sentence));
-    const int stats = which == DAMAGED || has_same_stats(h, d);
+    const int stats = which == DAMAGED || has_same_stats(which, h, d);
     if (right && words && stats) return 0;
     fprintf(stderr, "%s, rank %d: host %d \"%s\", CUDA %d \"%s\"; routing stats %s\n",
             names[which], rank, h->result, h->sentence, d->result, d->sentence,
