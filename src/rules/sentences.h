@@ -24,9 +24,9 @@
     "rank_of_expert: rank %d, expert %lld has owner %lld: must be a member of the group, but " \
     "this seat is vacant; or give the layer EPIC_DROP_ABSENT"
 
-#define SENTENCE_MEMBERS /* arguments: leaves, number of members (int) */                     \
-    "layer.leaves is %lld: must be a multiple of the number of members, %d, with EPIC_TREE; " \
-    "continue with a power of two of members, or use EPIC_BY_RANK"
+#define SENTENCE_MEMBERS /* arguments: leaves, number of members (int) */             \
+    "layer.leaves is %lld: must be a multiple of the group's number of members, %d, " \
+    "which must be a power of two with EPIC_TREE; change leaves, or use EPIC_BY_RANK"
 
 #define SENTENCE_MOST_LEAVES /* arguments: leaves (unsigned), their maximum (int) */ \
     "layer.leaves is %u: must be at most %d per rank in CUDA contexts"

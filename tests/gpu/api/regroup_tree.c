@@ -404,8 +404,7 @@ static void check_no_tree(rank_state *s)
     const epic_layer own = layer_with(the_case->leaves);
     place_experts(s, 0);
     snprintf(text, sizeof text,
-             "layer.leaves is %u: must be a multiple of the number of members, %d, with "
-             "EPIC_TREE",
+             "layer.leaves is %u: must be a multiple of the group's number of members, %d",
              s->layer.leaves, s->num_members);
     replay(s, s->step);
     check_error(s, "a replay without a tree", text);
