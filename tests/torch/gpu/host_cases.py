@@ -178,8 +178,9 @@ def killed(rank: int, size: int) -> tuple[float, str]:
         seconds = time.monotonic() - begin
         ranks = group.shrink(patience_ms=20_000).ranks
         assert ranks == tuple(range(size - 1)), ranks
-        placed = torch.tensor([e % (size - 1) for e in range(EXPERTS)], dtype=torch.int32)
-        check_round(through(group, True, rank_of_expert=placed.to(device)), mine, 1e-5)
+        table = torch.tensor([e % (size - 1) for e in range(EXPERTS)], dtype=torch.int32)
+        placed = {"rank_of_expert": table.to(device), "num_local_experts": EXPERTS}
+        check_round(through(group, True, **placed, capacity=99), mine, 1e-5)
         return seconds, text
 
 
