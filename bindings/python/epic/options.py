@@ -257,7 +257,6 @@ class Layer(Options):
         drop_absent: Whether the choices of a logical expert without a replica are dropped. An
             entry -1 of logical_of_expert makes an expert the replica of no logical expert, for
             example until its weights are loaded. False: each logical expert must have a replica.
-            On CPUs only.
 
     Raises:
         EpicArgumentError: A field is invalid, or fields do not fit together.

@@ -34,8 +34,8 @@ class Placement:
         layer: The layer, with num_logical. num_ranks must divide its num_experts. Its sum_order
             must not be "tree".
         logical_of_expert: Integers [num_experts], equal on all ranks: the first table. An entry -1
-            (CPUs only) marks an expert that is a replica of no logical expert. None: expert e is a
-            replica of e % num_logical.
+            marks an expert that is a replica of no logical expert. None: expert e is a replica of
+            e % num_logical.
 
     Raises:
         EpicArgumentError: The layer does not fit the group, the table has a wrong length or
