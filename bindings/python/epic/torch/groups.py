@@ -315,9 +315,9 @@ class Group:
             "shm" or "mpi". None: the environment variable EPIC_BACKEND if it fits the device, else
             EPIC chooses.
         timeout_ms: Time limit of every wait for another rank, in ms. 0: 300,000.
-        staging_bytes: On CPUs the bytes of staging memory, into which peers write rows. 0: EPIC
-            chooses. -1: the smallest size that works; use it if most rows are stored into windows
-            (`window`).
+        staging_bytes: Largest size in bytes of this rank's staging memory, into which peers write
+            rows. 0: the size for full speed. -1: the smallest size that works; use it if most rows
+            are stored into windows (`window`).
         max_in_flight: Largest number of calls, with different tags, that run at the same time. 0:
             EPIC chooses.
         max_sms: Largest number of SMs that a call uses on a GPU. 0: EPIC chooses.
