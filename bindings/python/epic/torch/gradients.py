@@ -192,9 +192,9 @@ def total_norm(
         cell = rows[group.rank, 0 if sharing.is_expert else 1]
         cell.copy_(torch.maximum(cell, power) if largest else cell + power)
     rows = sum_over_ranks(group, rows)
-    # All ranks use the sum of rank 0 for the shared parameters. So the result is equal on all ranks
-    # even if these gradients are not.
-    experts, shared = rows[:, 0], rows[0, 1]
+    # All ranks use the largest sum for the shared parameters. So the result is equal on all ranks
+    # even if these gradients are not. The rows of ranks that have left the group are zero.
+    experts, shared = rows[:, 0], rows[:, 1].max()
     if largest:
         return torch.maximum(experts.max(), shared).float()
     return (experts.sum() + shared).pow(1 / p).float()
