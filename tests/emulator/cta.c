@@ -15,7 +15,9 @@
 
 #include "inner.h"
 
-#define STACK_BYTES (64 << 10) /* bytes of a fiber's stack */
+/* Bytes of a fiber's stack. It is not a multiple of a page: otherwise the tops of all stacks would
+ * use the same few sets of the caches, and each switch between fibers would miss them. */
+#define STACK_BYTES ((64 << 10) + 832)
 /* mark at the lowest address of a stack, which must not change */
 #define STACK_END 0x57ac57acu
 #define MAX_COPIES 128 /* largest number of unfinished copies of a fiber */
@@ -76,6 +78,7 @@ typedef struct sm { /* an operating system thread that runs CTAs */
     unsigned idle; /* number of successive turns in which all fibers napped */
     long nap_ns;   /* how long the SM sleeps next */
     uint64_t random;
+    emulator_thread **place; /* emulator_here of this thread: finding it costs a call */
 } sm;
 
 static __thread sm *here;
@@ -101,25 +104,29 @@ uint64_t emulator_now(void)
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
+static uint32_t draw_random(sm *s)
+{
+    s->random ^= s->random << 13;
+    s->random ^= s->random >> 7;
+    s->random ^= s->random << 17;
+    return (uint32_t)(s->random >> 32);
+}
+
 uint32_t emulator_random(void)
 {
-    here->random ^= here->random << 13;
-    here->random ^= here->random >> 7;
-    here->random ^= here->random << 17;
-    return (uint32_t)(here->random >> 32);
+    return draw_random(here);
 }
 
 /* ------------------------------------------------------------------------ taking turns ---- */
 
-static void push_fiber(const fiber *f)
+static void push_fiber(sm *s, const fiber *f)
 {
-    here->queue[(here->first + here->waiting++) % EMULATOR_MAX_THREADS] =
-        (uint16_t)f->place.thread;
+    s->queue[(s->first + s->waiting++) % EMULATOR_MAX_THREADS] = (uint16_t)f->place.thread;
 }
 
-static uint32_t *stack_of(const fiber *f)
+static uint32_t *stack_of(const sm *s, const fiber *f)
 {
-    return (uint32_t *)(void *)(here->stacks + (size_t)f->place.thread * STACK_BYTES);
+    return (uint32_t *)(void *)(s->stacks + (size_t)f->place.thread * STACK_BYTES);
 }
 
 static void end_barrier(sm *s)
@@ -130,14 +137,14 @@ static void end_barrier(sm *s)
     for (int i = 0; i < s->work->threads; i++) {
         const fiber *f = &s->fibers[i];
         const uint32_t gone = s->warps[i / EMULATOR_WARP].gone;
-        if (f != s->running && !(gone >> i % EMULATOR_WARP & 1)) push_fiber(f);
+        if (f != s->running && !(gone >> i % EMULATOR_WARP & 1)) push_fiber(s, f);
     }
 }
 
 static void end_thread(const fiber *me)
 {
     warp *w = &here->warps[me->place.thread / EMULATOR_WARP];
-    if (*stack_of(me) != STACK_END) emulator_die("a thread needs more than its stack");
+    if (*stack_of(here, me) != STACK_END) emulator_die("a thread needs more than its stack");
     if (me->num_copies) emulator_die("a thread has ended with copies under way");
     if (me->num_bulk) emulator_die("a thread has ended with bulk stores under way");
     if (w->arrived) emulator_die("a lane has ended that its warp waits for");
@@ -156,24 +163,23 @@ static void begin_fiber(void)
     }
 }
 
-static void switch_to(fiber *next)
+static void switch_to(sm *s, fiber *next)
 {
-    here->running = next;
-    emulator_here = &next->place;
+    s->running = next;
+    *s->place = &next->place;
     if (next->started) longjmp(next->jump, 1);
     next->started = true;
-    *stack_of(next) = STACK_END;
-    ucontext_t *fresh = &here->fresh;
-    fresh->uc_stack.ss_sp = stack_of(next);
+    *stack_of(s, next) = STACK_END;
+    ucontext_t *fresh = &s->fresh;
+    fresh->uc_stack.ss_sp = stack_of(s, next);
     fresh->uc_stack.ss_size = STACK_BYTES;
     makecontext(fresh, begin_fiber, 0);
     setcontext(fresh);
 }
 
 /* Continues with the first fiber of the queue. */
-static void run_next(void)
+static void run_next(sm *s)
 {
-    sm *s = here;
     if (!s->waiting) emulator_die("all threads of the CTA wait for each other");
     fiber *next = &s->fibers[s->queue[s->first]];
     s->first = (s->first + 1) % EMULATOR_MAX_THREADS;
@@ -191,14 +197,14 @@ static void run_next(void)
             if (s->nap_ns < LONGEST_NAP_NS) s->nap_ns *= 2;
         }
     }
-    switch_to(next);
+    switch_to(s, next);
 }
 
 /* Sometimes lets other operating system threads run before the remaining lanes. */
-static void leave_the_sm(void)
+static void leave_the_sm(sm *s)
 {
-    if (emulator_random() % YIELD_ONE_IN == 0) sched_yield();
-    if (!_setjmp(here->running->jump)) run_next();
+    if (draw_random(s) % YIELD_ONE_IN == 0) sched_yield();
+    if (!_setjmp(s->running->jump)) run_next(s);
 }
 
 static void do_bulk(const bulk *b)
@@ -221,19 +227,21 @@ static void do_all_bulk(fiber *f)
 
 void emulator_nap(void)
 {
-    if (emulator_random() % 4 == 0) do_all_bulk(here->running);
-    if (emulator_random() % 4 == 0) finish_late_stores(false);
-    here->running->napping = true;
-    here->napping++;
-    push_fiber(here->running);
-    leave_the_sm();
+    sm *s = here;
+    if (draw_random(s) % 4 == 0) do_all_bulk(s->running);
+    if (draw_random(s) % 4 == 0) finish_late_stores(false);
+    s->running->napping = true;
+    s->napping++;
+    push_fiber(s, s->running);
+    leave_the_sm(s);
 }
 
 const uint64_t *emulator_warp_sync(emulator_warp_call what, uint64_t value)
 {
-    fiber *me = here->running;
+    sm *s = here;
+    fiber *me = s->running;
     const unsigned thread = me->place.thread, lane = thread % EMULATOR_WARP;
-    warp *w = &here->warps[thread / EMULATOR_WARP];
+    warp *w = &s->warps[thread / EMULATOR_WARP];
     uint64_t *values = w->values[me->warp_calls++ & 1];
     if (w->gone) emulator_die("a warp meets when lanes have ended: %08x", w->gone);
     if (!w->arrived) w->what = what;
@@ -244,9 +252,9 @@ const uint64_t *emulator_warp_sync(emulator_warp_call what, uint64_t value)
     if (w->arrived == ALL) {
         w->arrived = 0;
         for (unsigned i = 0; i < EMULATOR_WARP; i++)
-            if (i != lane) push_fiber(me - lane + i);
+            if (i != lane) push_fiber(s, me - lane + i);
     } else {
-        leave_the_sm();
+        leave_the_sm(s);
     }
     return values;
 }
@@ -258,7 +266,7 @@ int emulator_sync(int good)
     if (++s->at_barrier == s->alive)
         end_barrier(s);
     else
-        leave_the_sm();
+        leave_the_sm(s);
     return s->result;
 }
 
@@ -380,6 +388,7 @@ static sm *make_sm(void)
     s->fibers = map_stack(EMULATOR_MAX_THREADS * sizeof *s->fibers);
     s->stacks = map_stack((size_t)EMULATOR_MAX_THREADS * STACK_BYTES);
     s->shared = map_stack(SHARED_BYTES);
+    s->place = &emulator_here;
     s->random = (seed ? strtoull(seed, NULL, 10) : 0) * 0x9e3779b97f4a7c15u +
                 (__atomic_add_fetch(&made, 1, __ATOMIC_RELAXED) << 20) + 0x2545f491u;
     return s;
@@ -396,7 +405,7 @@ static void queue_warps(sm *s, int warps)
     }
     for (int i = 0; i < warps; i++)
         for (int lane = 0; lane < EMULATOR_WARP; lane++)
-            push_fiber(&s->fibers[order[i] * EMULATOR_WARP + lane]);
+            push_fiber(s, &s->fibers[order[i] * EMULATOR_WARP + lane]);
 }
 
 static void reset_sm(sm *s, const launch *work, int cta)
@@ -429,7 +438,7 @@ void run_cta(const launch *work, int cta)
         if (getcontext(&here->fresh)) emulator_die("no context");
     }
     reset_sm(here, work, cta);
-    if (_setjmp(here->home) != 1) run_next(); /* 2: a fiber has ended */
+    if (_setjmp(here->home) != 1) run_next(here); /* 2: a fiber has ended */
     finish_late_stores(true);
     emulator_fence(0);
     emulator_here = NULL;
