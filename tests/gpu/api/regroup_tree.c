@@ -35,7 +35,7 @@ static const test_case cases[] = {
     {"leaves", 4, 512, 20, 16, 0, {0xa, 0x8}}, /* 4, 8 and 16 leaves on each member */
     {"unaligned", 4, 33, 20, 16, 0, {0x5, 0x1}},
     {"flat", 4, 96, 9, 4, EPIC_FLAT, {0x9, 0x8}},
-    {"many", 4, 24, 1300, 4, 0, {0x3, 0x2}}, /* not with the low-latency kernels */
+    {"many", 4, 24, 1026, 4, 0, {0x3, 0x2}}, /* more tokens than low-latency kernels support */
     {"deep", 16, 48, 3, 0, 0, {0x5a5a, 0x5040, 0x4000}},
 };
 
@@ -422,7 +422,7 @@ static void check_stage(rank_state *s, int stage, const epic_config *config)
     check_plain(s);
     check_misplaced(s, num_experts() - 1, vacant_seat(s));
     if (s->num_members > 1) check_misplaced(s, num_experts() / s->num_members, s->owner[0]);
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 2; i++) {
         spoil(s);
         replay(s, s->step);
         check_step(s, (int)s->layer.leaves, "a replay");
