@@ -38,7 +38,7 @@ coverage: setup-test
 test-push: setup-test
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build) --target tested
-	@$(call CTEST,build) -L unit -LE slow
+	@$(call CTEST,build) -L unit -LE "slow|night"
 
 test-night:
 	@$(MAKE) soak MINUTES=60
