@@ -75,14 +75,15 @@ void *info_open_plugin(char path[INFO_PATH], const char *library)
     return NULL;
 }
 
-static void print_plugin(FILE *to, const char *label, const char *library, const char *symbol,
+/* Prints whether a library loads. `describe` may be NULL. Returns whether it is there. */
+static bool print_plugin(FILE *to, const char *label, const char *library, const char *symbol,
                          void (*describe)(FILE *to, const void *symbol))
 {
     char path[INFO_PATH];
     void *handle = info_open_plugin(path, library);
     if (handle) {
         fprintf(to, "%s %s loads\n", label, path);
-        describe(to, dlsym(handle, symbol));
+        if (describe) describe(to, dlsym(handle, symbol));
         dlclose(handle);
     } else if (*path) {
         const char *why = dlerror();
@@ -90,6 +91,22 @@ static void print_plugin(FILE *to, const char *label, const char *library, const
     } else {
         fprintf(to, "%s not built: no %s\n", label, library);
     }
+    return *path;
+}
+
+/* Prints the libraries of the backends for GPUs. Some groups need another library than most
+ * groups (src/api/plugins.c). */
+static void print_gpu_backends(FILE *to)
+{
+    static const char regroup[] = "              groups with EPIC_CAN_REGROUP (can_shrink):",
+                      many[] = "              groups of more than 32 GPUs:",
+                      symbol_p2p[] = "epic_backend_p2p", symbol_hosts[] = "epic_backend_hosts";
+    if (print_plugin(to, "backend p2p  ", "libepic_cuda.so", symbol_p2p, describe_backend)) {
+        print_plugin(to, regroup, "libepic_cuda_regroup.so", symbol_p2p, NULL);
+        print_plugin(to, many, "libepic_cuda_many.so", symbol_p2p, NULL);
+    }
+    if (print_plugin(to, "backend hosts", "libepic_hosts.so", symbol_hosts, describe_backend))
+        print_plugin(to, many, "libepic_hosts_many.so", symbol_hosts, NULL);
 }
 
 /* Prints the environment variables that the backends "p2p" and "hosts" read, with their values
@@ -161,9 +178,7 @@ void info_machine(FILE *to, const char *sysfs, bool with_variables)
     print_kernels(to);
     print_backends(to);
     print_plugin(to, "backend mpi  ", "libepic_mpi.so", "epic_backend_mpi", describe_backend);
-    print_plugin(to, "backend p2p  ", "libepic_cuda.so", "epic_backend_p2p", describe_backend);
-    print_plugin(to, "backend hosts", "libepic_hosts.so", "epic_backend_hosts",
-                 describe_backend);
+    print_gpu_backends(to);
     print_plugin(to, "net ucx     ", "libepic_ucx.so", "epic_net_ucx", describe_net);
     if (with_variables) print_variables(to);
     print_nics(to, sysfs);

@@ -2015,8 +2015,8 @@ typedef struct epic_members_info {
  *
  * A rank that has left gets EPIC_OK.  Its further calls return EPIC_EEVICTED, so it closes its
  * context.  After an error nothing has changed, and the rank may make the call again, except
- * after EPIC_EEVICTED.  A call ends after at most 4 patience_ms.  It needs the memory of both
- * generations for a moment.  `out` may be NULL.
+ * after EPIC_EEVICTED.  A call ends after at most 4 patience_ms, on GPUs up to timeout_ms later.
+ * It needs the memory of both generations for a moment.  `out` may be NULL.
  * Errors:  (a) EPIC_EINVAL (also while an operation of this rank is running); EPIC_ENOTSUP
  *          (a group that was opened without EPIC_CAN_REGROUP, on a backend other than "shm" and
  *          "threads"; or a context with windows); EPIC_ENOMEM; EPIC_EDEVICE.  Also EPIC_EPEER

@@ -108,7 +108,7 @@ static epic_result gather_checked(void *self, const void *mine, void *all, int64
     epic_fail(EPIC_OK, "%s", "");
     epic_result result = bootstrap->gather(bootstrap->self, mine, all, bytes);
     const int code = (int)result;
-    if (code < EPIC_OK || code > EPIC_ECLOSED) result = EPIC_EPEER;
+    if (!epic_is_result(code)) result = EPIC_EPEER;
     if (result != EPIC_OK && *epic_sentence()) return result;
     if (result != EPIC_OK)
         return epic_fail(result, "open: bootstrap.gather failed on rank %d with %s (%d)",

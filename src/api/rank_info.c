@@ -218,7 +218,7 @@ static bool is_same_version(const rank_info *info)
  * can connect to the bootstrap may have written the rank_info. */
 static epic_result check_texts(const rank_info *info, int rank)
 {
-    const char *what = info->refused < EPIC_OK || info->refused > EPIC_ECLOSED ? "result"
+    const char *what = !epic_is_result(info->refused)                          ? "result"
                        : !is_terminated(info->backend, sizeof info->backend)   ? "backend"
                        : !is_terminated(info->name, sizeof info->name)         ? "name"
                        : !is_terminated(info->sentence, sizeof info->sentence) ? "sentence"

@@ -3,6 +3,9 @@
 #ifndef EPIC_ERROR_H
 #define EPIC_ERROR_H
 
+#include <stdbool.h>
+#include <stdint.h>
+
 #include "epic/epic.h"
 
 /* Stores a formatted error text, which epic_error() returns on this thread, and returns
@@ -17,6 +20,9 @@ epic_fail(epic_result result, const char *format, ...);
 /* Returns the error text of this thread's last failure. The next failure overwrites the
  * text. */
 const char *epic_sentence(void);
+
+/* Returns whether `code` is a value of epic_result. */
+bool epic_is_result(int64_t code);
 
 /* Copies an error text to `out`, which has `size` bytes. If the text does not fit, " ... "
  * replaces its middle. The middle is cut out because the beginning of an error text contains

@@ -131,7 +131,7 @@ epic_result epic_link_receive_failure(const epic_link *link, const epic_frame *f
                                       time_limit *limit)
 {
     char sentence[FRAME_SENTENCE + 1] = {0};
-    if (frame->result == EPIC_OK || frame->result > EPIC_ECLOSED ||
+    if (frame->result == EPIC_OK || !epic_is_result(frame->result) ||
         frame->length > FRAME_SENTENCE ||
         epic_frame_receive_all(link->socket, sentence, frame->length, limit) != FRAME_DONE ||
         !epic_link_check_bytes(link, frame, sentence))

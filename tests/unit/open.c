@@ -75,21 +75,34 @@ static void another_backend(const epic_bootstrap *bootstrap, void *self)
 
 static epic_result refuse(void *self, const void *mine, void *all, int64_t bytes)
 {
-    (void)self, (void)mine, (void)all, (void)bytes;
-    return EPIC_EPEER;
+    (void)mine, (void)all, (void)bytes;
+    return (epic_result) * (int *)self;
 }
 
 /* If a bootstrap of the caller fails without a sentence, open reports its result, not an older
- * failure. */
+ * failure. Numbers that are no epic_result become EPIC_EPEER. */
 static void failing_bootstrap(void)
 {
-    const epic_bootstrap bootstrap = {.rank = 1, .num_ranks = 2, .gather = refuse};
-    epic_context *ctx;
-    check_result(epic_open(NULL, NULL, NULL), EPIC_EINVAL);
-    check_result(epic_open(&ctx, &bootstrap, &good), EPIC_EPEER);
-    CHECK_SAY(strstr(epic_error(ctx), "bootstrap.gather failed on rank 1 with EPIC_EPEER"),
-              "%s", epic_error(ctx));
-    epic_close(ctx);
+    static const struct {
+        int returned;
+        epic_result result;
+        const char *text;
+    } cases[] = {
+        {EPIC_EPEER, EPIC_EPEER, "bootstrap.gather failed on rank 1 with EPIC_EPEER (8)"},
+        {EPIC_EEVICTED, EPIC_EEVICTED, "gather failed on rank 1 with EPIC_EEVICTED (10)"},
+        {EPIC_EEVICTED + 1, EPIC_EPEER, "with unknown epic_result (11)"},
+        {-1, EPIC_EPEER, "with unknown epic_result (-1)"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int returned = cases[i].returned;
+        const epic_bootstrap bootstrap = {
+            .rank = 1, .num_ranks = 2, .gather = refuse, .self = &returned};
+        epic_context *ctx;
+        check_result(epic_open(NULL, NULL, NULL), EPIC_EINVAL);
+        check_result(epic_open(&ctx, &bootstrap, &good), cases[i].result);
+        CHECK_SAY(strstr(epic_error(ctx), cases[i].text), "%s", epic_error(ctx));
+        epic_close(ctx);
+    }
 }
 
 /* The config of rank 1 has another number of ranks than the bootstrap. All ranks get its error.

@@ -333,7 +333,7 @@ static epic_result start_proxy(epic_group *g, hosts_part *h)
  * the info, because another program may have written it. */
 static epic_result check_peer(const peer_info *c, int rank)
 {
-    if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
+    if (!epic_is_result(c->result) || !p2p_gpu_fits(&c->gpu) ||
         !memchr(c->sentence, 0, sizeof c->sentence))
         return epic_fail(
             EPIC_EPEER,

@@ -106,7 +106,7 @@ static epic_result make_own_part(epic_group *g, join_handle *mine)
  * the handle, because any program that can connect to the bootstrap may have sent it. */
 static epic_result check_join_handle(const join_handle *c, int rank)
 {
-    if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
+    if (!epic_is_result(c->result) || !p2p_gpu_fits(&c->gpu) ||
         !memchr(c->sentence, 0, sizeof c->sentence))
         return epic_fail(
             EPIC_EPEER,
