@@ -52,9 +52,12 @@
 /* polling time in us before the first sleep, if this process has at least SPARE_CORES cores */
 #define SPIN_US 200
 #define SPARE_CORES 8
-#define FIRST_NAP_US 20    /* duration of the first sleep; each later one is twice as long */
+/* A sleep takes a 16th of the time without progress, so it makes no pause much longer. */
+#define NAP_SHARE 16
+#define MIN_NAP_US 20
 #define MAX_NAP_BUSY_US 50 /* longest sleep while an operation runs */
-/* longest sleep while no operation runs; hosts_proxy_wake() ends such a sleep early */
+/* Longest sleep while no operation runs. hosts_proxy_wake() ends such a sleep early, but the
+ * replay of a CUDA graph does not. */
 #define MAX_NAP_IDLE_US 20000
 #define MESSAGE_TIMEOUT_MS 2000
 
@@ -374,9 +377,11 @@ static bool has_spare_cores(void)
     return sched_getaffinity(0, sizeof mine, &mine) == 0 && CPU_COUNT(&mine) >= SPARE_CORES;
 }
 
-static int64_t longer_nap(int64_t us)
+/* Returns how long the thread sleeps after `idle_us` without progress. */
+static int64_t nap_after(int64_t idle_us, int64_t max_us)
 {
-    return us < MAX_NAP_IDLE_US / 2 ? us * 2 : MAX_NAP_IDLE_US;
+    const int64_t us = idle_us / NAP_SHARE;
+    return us < MIN_NAP_US ? MIN_NAP_US : us < max_us ? us : max_us;
 }
 
 /* The main function of the proxy thread: calls proxy_progress() until the proxy is closed.
@@ -385,27 +390,23 @@ static void *proxy_run(void *self)
 {
     hosts_proxy *p = self;
     const int64_t spin_us = has_spare_cores() ? SPIN_US : 0;
-    int64_t us = FIRST_NAP_US, moved_at = clock_us();
+    int64_t moved_at = clock_us();
     for (int idle = 0; !__atomic_load_n(&p->is_closing, __ATOMIC_ACQUIRE);) {
-        bool called = false;
         p2p_beat(p->setup.beats, p->setup.status);
         if (proxy_progress(p) > 0) {
             idle = 0;
-            us = FIRST_NAP_US;
             moved_at = clock_us();
-        } else if (++idle < IDLE_ROUNDS || clock_us() - moved_at < spin_us) {
+            continue;
+        }
+        const int64_t idle_us = ++idle < IDLE_ROUNDS ? 0 : clock_us() - moved_at;
+        if (idle < IDLE_ROUNDS || idle_us < spin_us) {
             sched_yield();
         } else if (p->is_running) {
-            nap_us(us < MAX_NAP_BUSY_US ? us : MAX_NAP_BUSY_US);
-            us = longer_nap(us);
-        } else {
-            called = nap_until_called(p, us);
-            us = longer_nap(us);
+            nap_us(nap_after(idle_us, MAX_NAP_BUSY_US));
+        } else if (nap_until_called(p, nap_after(idle_us, MAX_NAP_IDLE_US))) {
+            idle = 0;
+            moved_at = clock_us();
         }
-        if (!called) continue;
-        idle = 0;
-        us = FIRST_NAP_US;
-        moved_at = clock_us();
     }
     p2p_beats_end(p->setup.status);
     return NULL;
