@@ -257,3 +257,33 @@ def test_copies() -> None:
         assert other.logical_of_expert is placement.logical_of_expert
         assert "logical_of_expert" not in layer.state_dict()
         assert torch.equal(layer.w_down[0], layer.w_down[2])
+
+
+def test_state_of_another_table() -> None:
+    """A state that was saved before experts moved is refused, because its rows are other experts."""
+    bootstraps = epic.torch.threads(2)
+
+    def run(rank: int) -> None:
+        with epic.torch.Group(bootstrap=bootstraps[rank], **SIZES) as group:
+            options = epic.torch.Moe.of(
+                num_experts=6, num_logical=3, top_k=1, hidden=HIDDEN, inner=INNER
+            )
+            placement = epic.torch.Placement(group, options.layer, [0, 0, 1, 2, 2, 1])
+            layer = epic.torch.MoE(group, options, logical_of_expert=placement)
+            state = {name: value.clone() for name, value in layer.state_dict().items()}
+            layer.load_state_dict(state)
+            if rank == 1:
+                group.leave()
+                return
+            group.shrink()
+            placement.restore(lambda *_: None)
+            before = layer.w_down.clone()
+            with pytest.raises(epic.torch.EpicArgumentError, match=r"replicas of 0, 0, 1.*2, 0, 1"):
+                layer.load_state_dict(state)
+            assert torch.equal(layer.w_down, before)
+            layer.load_state_dict(layer.state_dict())
+            router = {name: value for name, value in state.items() if name == "w_gate"}
+            layer.load_state_dict(router, strict=False)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))

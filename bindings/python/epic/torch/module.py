@@ -286,13 +286,19 @@ class MoE(nn.Module):
         mark_experts(self, self.group)  # unpickled parameters have lost the attribute
 
     def get_extra_state(self) -> Tensor:
-        """Return [first, count, num_experts]: the numbers of the experts in the state_dict.
+        """Return [first, count, num_experts, ...]: the numbers of the experts in the state_dict.
 
         torch saves the result in the state_dict under the key "_extra_state".
         """
         check_sharding(self.group, experts_in(self))
-        held = held_experts(self.group, self.options.layer.num_experts)
+        held = self.held_experts()
         return held.to("meta") if self.w_gate.is_meta else held
+
+    def held_experts(self) -> Tensor:
+        """Return which experts this rank has; with replicas also their logical experts."""
+        layer = self.options.layer
+        logical = self.local_ids() if layer.num_logical else ()
+        return held_experts(self.group, layer.num_experts, logical)
 
     def set_extra_state(self, state: Any) -> None:
         """Do nothing, because _load_from_state_dict has compared the experts already."""
@@ -305,8 +311,7 @@ class MoE(nn.Module):
         In a group of one rank the state need not have the entry "_extra_state".
         """
         check_sharding(self.group, experts_in(self))
-        own = held_experts(self.group, self.options.layer.num_experts)
-        check_loaded(own, state, prefix)
+        check_loaded(self.held_experts(), state, prefix)
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, *more)
         if self.group.num_ranks == 1 and prefix + EXTRA in missing:
             missing.remove(prefix + EXTRA)

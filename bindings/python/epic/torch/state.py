@@ -42,7 +42,9 @@ def is_of_experts(name: str) -> bool:
 
 
 class HeldExperts(Tensor):
-    """The numbers of the experts in a state_dict: int64 [first, count, num_experts].
+    """The numbers of the experts in a state_dict: int64 [first, count, num_experts, ...].
+
+    With replicas the logical expert of each of these experts follows.
 
     torch.save, safetensors and torch.distributed.checkpoint save it as a plain tensor. Copying
     other numbers into it is an error: in dcp.load(layer.state_dict()) they show that the checkpoint
@@ -64,17 +66,24 @@ class HeldExperts(Tensor):
         return self.clone()
 
 
-def held_experts(group: Group, num_experts: int) -> HeldExperts:
-    """Return the numbers of this rank's experts, in contiguous blocks by rank."""
+def held_experts(group: Group, num_experts: int, logical: Iterable[int] = ()) -> HeldExperts:
+    """Return the numbers of this rank's experts, in contiguous blocks by rank.
+
+    Args:
+        group: The group.
+        num_experts: Number of experts of all ranks.
+        logical: The logical expert of each of this rank's experts; empty without replicas.
+    """
     count = num_experts // group.num_ranks
-    held = torch.tensor([group.rank * count, count, num_experts], device="cpu")
+    held = torch.tensor([group.rank * count, count, num_experts, *logical], device="cpu")
     return held.as_subclass(HeldExperts)
 
 
 def format_experts(held: Tensor) -> str:
     """Return the experts that a HeldExperts stands for, as text for an error."""
-    first, count, num_experts = held.tolist()
-    return f"experts {first} to {first + count - 1} of {num_experts}"
+    first, count, num_experts, *logical = held.tolist()
+    replicas = f" (replicas of {', '.join(map(str, logical))})" if logical else ""
+    return f"experts {first} to {first + count - 1} of {num_experts}{replicas}"
 
 
 def check_held(own: Tensor, other: Tensor) -> None:
@@ -82,12 +91,19 @@ def check_held(own: Tensor, other: Tensor) -> None:
 
     A tensor on "meta" has no values, so it passes.
     """
-    if not other.is_meta and other.tolist() != own.tolist():
+    if other.is_meta or other.tolist() == own.tolist():
+        return
+    found = (
+        f"the state contains {format_experts(other)}, and this rank has {format_experts(own)}: "
+    )
+    if other.tolist()[:3] == own.tolist()[:3]:
         raise EpicArgumentError(
-            f"the state contains {format_experts(other)}, and this rank has {format_experts(own)}: "
-            "a state_dict contains the experts of one rank; save and load with "
-            "epic.torch.sharded_state(layer, mesh), which contains those of all ranks"
+            found + "must have the same table logical_of_expert; load each expert by its logical id"
         )
+    raise EpicArgumentError(
+        found + "a state_dict contains the experts of one rank; save and load with "
+        "epic.torch.sharded_state(layer, mesh), which contains those of all ranks"
+    )
 
 
 def check_loaded(own: Tensor, state: dict[str, Any], prefix: str) -> None:
