@@ -219,6 +219,26 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert "rank 0 could not write" in answers[1]
 
 
+def test_lost_rank(tmp_path: Path) -> None:
+    """Check that a model without the experts of a rank that has left is not saved."""
+    copies = [copy.deepcopy(model_of("Mixtral")) for _ in range(2)]
+
+    def run(rank: int, mine: Any, group: epic.torch.Group) -> None:
+        if rank == 1:
+            group.leave()
+            return
+        group.shrink()
+        for call in (
+            lambda: epic.torch.save_pretrained(mine, tmp_path / "model", group),
+            lambda: epic.torch.restore_moe(mine, group),
+        ):
+            with pytest.raises(epic.torch.EpicUnsupportedError, match="has lost rank 1 and its"):
+                call()
+
+    on_two(copies, run)
+    assert not (tmp_path / "model").exists()
+
+
 def test_no_memory_is_kept() -> None:
     """Check that replace_moe keeps little of the original, and nothing in the model's state."""
     model = model_of("Qwen3Moe")

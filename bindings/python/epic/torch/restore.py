@@ -152,10 +152,16 @@ def check_restorable(model: nn.Module, group: Group) -> None:
     """Raise an error if the blocks of a model cannot be converted to their original classes.
 
     Raises:
-        EpicUnsupportedError: The model has no replaced block, or one has an adapter that was added
-            after replace_moe.
+        EpicUnsupportedError: The model has no replaced block, one has an adapter that was added
+            after replace_moe, or a rank has left the group.
         EpicArgumentError: fully_shard shards experts over ranks of the group.
     """
+    lost = sorted(set(range(group.num_ranks)) - set(group.members.ranks))
+    if lost:
+        raise EpicUnsupportedError(
+            f"group {group.name!r} has lost rank {lost[0]} and its experts: must have all "
+            f"{group.num_ranks} ranks; load the last checkpoint in a new group"
+        )
     blocks = list(replaced_blocks(model))
     if not blocks:
         raise EpicUnsupportedError(
@@ -189,7 +195,7 @@ def restore_moe(model: nn.Module, group: Group, *, device: Any = None) -> int:
 
     Raises:
         EpicUnsupportedError: The model has no replaced block, fully_shard has sharded a parameter,
-            or a block has an adapter that was added after `replace_moe`.
+            a block has an adapter that was added after `replace_moe`, or a rank has left the group.
         EpicError: A rank failed, was late, or made a different call.
 
     Example:
@@ -237,8 +243,8 @@ def save_pretrained(
         **options: Arguments of the model's own save_pretrained, such as max_shard_size.
 
     Raises:
-        EpicUnsupportedError: The model has no replaced block, or one has an adapter that was added
-            after `replace_moe`.
+        EpicUnsupportedError: The model has no replaced block, one has an adapter that was added
+            after `replace_moe`, or a rank has left the group.
         EpicArgumentError: fully_shard shards experts over ranks of the group.
         EpicError: A rank failed, was late, or made a different call.
         OSError: Rank 0 could not write the folder. All other ranks raise this error. Rank 0 raises
