@@ -15,9 +15,11 @@ from parts import SIZES, numbers
 RANKS = 4
 
 
-def run_without(lost: Sequence[int], work: Callable[[epic.torch.Group], Any]) -> list[Any]:
+def run_without(
+    lost: Sequence[int], work: Callable[[epic.torch.Group], Any], ranks: int = RANKS
+) -> list[Any]:
     """Return the results of work(group) on the ranks that are left after others have left."""
-    bootstraps = epic.torch.threads(RANKS)
+    bootstraps = epic.torch.threads(ranks)
 
     def run(rank: int) -> Any:
         with epic.torch.Group(bootstrap=bootstraps[rank], **SIZES) as group:
@@ -27,8 +29,8 @@ def run_without(lost: Sequence[int], work: Callable[[epic.torch.Group], Any]) ->
             group.shrink()
             return work(group)
 
-    with ThreadPoolExecutor(RANKS) as pool:
-        found = list(pool.map(run, range(RANKS)))
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(pool.map(run, range(ranks)))
     return [result for rank, result in enumerate(found) if rank not in lost]
 
 
@@ -47,3 +49,34 @@ def test_clipping(norm_type: float) -> None:
     every = torch.cat([found[0][1][0], *(gradients[1] for _, gradients in found)]).double()
     wanted = torch.linalg.vector_norm(every, norm_type).item()
     assert [norm for norm, _ in found] == [pytest.approx(wanted, rel=1e-6)] * 2
+
+
+def test_float64_tree() -> None:
+    """Float64 sums have the bits of a new group that has only the members."""
+    values = [1.0, 2.0**-53, -1.0, 2.0**-53]
+    members = (0, 1, 3, 4)
+
+    def work(group: epic.torch.Group) -> list[torch.Tensor]:
+        x = torch.tensor([values[members.index(group.rank)], -0.0], dtype=torch.float64)
+        return [epic.torch.sum(group, x, tree=tree) for tree in (False, True)]
+
+    for in_order, in_tree in run_without((2, 5), work, ranks=6):
+        first, second, third, fourth = values
+        assert in_order[0].item() == ((first + second) + third) + fourth
+        assert in_tree[0].item() == (first + second) + (third + fourth)
+        assert torch.signbit(in_order[1]) and torch.signbit(in_tree[1])
+
+
+def test_invariance() -> None:
+    """The logits of equal batches are equal on all ranks, also after rank 0 has left."""
+
+    def work(group: epic.torch.Group) -> bool:
+        options = epic.torch.Moe.of(
+            num_experts=4, top_k=2, hidden=8, inner=16, drop_absent=True, sum_order="by_rank"
+        )
+        layer = epic.torch.MoE(group, options)
+        report = epic.torch.check_invariance(layer)
+        largest = [d.stage for d in report.differences if d.num_tokens == report.batches[0]]
+        return "gate" not in largest
+
+    assert run_without((0,), work) == [True] * 3

@@ -182,7 +182,7 @@ def compare_batches(
         layer: Name of the layer.
         sizes: Number of tokens of each batch; the largest comes first.
         probe: Runs the layer on tokens of the pool.
-        share: Returns the rows of rank 0 on all ranks.
+        share: Returns the rows of the first member on all ranks.
         add: Adds counts over the ranks.
         rank: This rank.
         pool: Number of tokens in the pool, at most sizes[0].

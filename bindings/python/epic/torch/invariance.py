@@ -168,13 +168,13 @@ class Probe:
         return [int(v) for v in sum_over_ranks(self.group, values, tag=self.layer.tag)]
 
     def share(self, rows: Rows) -> Rows:
-        """Return the rows of rank 0 on all ranks. Collective.
+        """Return the rows of the first member on all ranks. Collective.
 
         It is a sum over the ranks, to which all other ranks add zeros.
         """
-        found = {}
+        found, is_first = {}, self.group.rank == self.group.members.ranks[0]
         for stage, values in rows.items():
-            own = values if self.group.rank == 0 else np.zeros_like(values)
+            own = values if is_first else np.zeros_like(values)
             numbers = torch.from_numpy(own.astype(np.float32)).to(self.group.device)
             whole = sum_over_ranks(self.group, numbers, tag=self.layer.tag)
             found[stage] = whole.cpu().numpy().astype(np.uint8)

@@ -56,16 +56,22 @@ def with_zeros_of_others(group: Group, x: Tensor) -> Tensor:
 
     Each float32 contains 16 bits of a number as an integer. The parts of all other ranks are zero.
     So the sum over the ranks is exact, and contains the numbers of every rank.
+
+    The numbers are negated, so that add_in_order reads -0 for ranks that have left the group.
+    Adding -0 changes no number.
     """
     if not is_traced():
         refuse_vmap(x)
     parts = x.new_zeros((group.num_ranks, 4 * x.numel()), dtype=torch.float32)
-    parts[group.rank] = x.view(torch.int16)
+    parts[group.rank] = x.neg().view(torch.int16)
     return parts.view(-1)
 
 
 def add_in_order(group: Group, parts: Tensor, order: int) -> Tensor:
     """Add the float64 numbers of all ranks in an order.
+
+    A compiled function does not look which ranks are members. In a tree it adds the numbers of the
+    members in the order that its ranks had when it was compiled.
 
     Args:
         group: The group.
@@ -75,9 +81,11 @@ def add_in_order(group: Group, parts: Tensor, order: int) -> Tensor:
     Returns:
         The sums [n] float64.
     """
-    rows = list(parts.to(torch.int16).view(torch.float64).view(group.num_ranks, -1))
+    rows = list(parts.to(torch.int16).view(torch.float64).view(group.num_ranks, -1).neg())
+    if order and not is_traced():
+        rows = [rows[rank] for rank in group.members.ranks]
     while order and len(rows) > 1:
-        rows = [rows[i] + rows[i + 1] for i in range(0, len(rows), 2)]
+        rows = [functools.reduce(torch.add, rows[i : i + 2]) for i in range(0, len(rows), 2)]
     return functools.reduce(torch.add, rows)
 
 
