@@ -126,6 +126,13 @@ static bool chaos_is_gone(const net *n, int host)
     return __atomic_load_n(&n->peers[host].chaos_host->gone, __ATOMIC_ACQUIRE);
 }
 
+/* Are puts to this host dropped? */
+static bool is_dropped(const net *n, int host)
+{
+    return chaos_is_gone(n, host) ||
+           (n->settings.cut_from == n->setup.host + 1 && n->settings.cut_to == host + 1);
+}
+
 void chaos_kill(net *n)
 {
     __atomic_store_n(&n->own->gone, true, __ATOMIC_RELEASE);
@@ -307,7 +314,7 @@ static void land_last(net *n)
                 host = h;
             }
         }
-    if (!first || chaos_is_gone(n, host)) return;
+    if (!first || is_dropped(n, host)) return;
     land_piece(n, host, first, first->num_pieces - 1);
     first->landed++;
     n->given_ns = run_now_ns();
@@ -353,7 +360,7 @@ static void check_sources(net *n, int host)
 static void finish_puts(net *n, int host)
 {
     peer *q = &n->peers[host];
-    const bool dropped = chaos_is_gone(n, host);
+    const bool dropped = is_dropped(n, host);
     if (n->settings.strict && !dropped) check_sources(n, host);
     for (; q->finished < q->posted; q->finished++) {
         chaos_put_op *p = &q->ops[q->finished % MAX_IN_FLIGHT];
@@ -377,7 +384,7 @@ static int chaos_progress(net *n)
     count_look(n);
     for (int64_t runs = run_between(&n->random, 1, MOST_RUNS); runs > 0; runs--) {
         const int host = (int)run_below(&n->random, n->setup.num_hosts);
-        if (host != n->setup.host && !chaos_is_gone(n, host)) moved += land_run(n, host);
+        if (host != n->setup.host && !is_dropped(n, host)) moved += land_run(n, host);
     }
     for (int h = 0; h < n->setup.num_hosts; h++)
         if (h != n->setup.host) finish_puts(n, h);
@@ -397,7 +404,7 @@ static bool chaos_is_done(const net *n, int host, uint64_t count)
     if (n->settings.damage == CHAOS_EARLY) return true;
     while (left < q->posted && left < count && is_left(n, &q->ops[left % MAX_IN_FLIGHT]))
         left++;
-    return left >= count || (chaos_is_gone(n, host) && q->finished == q->posted);
+    return left >= count || (is_dropped(n, host) && q->finished == q->posted);
 }
 
 static void chaos_describe(const net *n, char *to, size_t size)

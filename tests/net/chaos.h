@@ -35,6 +35,9 @@ typedef struct chaos_settings {
     /* The number plus one of a host that reports at connect that it reaches no GPU memory; 0:
      * all reach it. */
     int out_of_reach;
+    /* The numbers plus one of two hosts: the puts of the first to the second are lost, as if the
+     * second had lost its power. 0: none. */
+    int cut_from, cut_to;
 } chaos_settings;
 
 /* Settings of nets that are opened from now on. */

@@ -226,7 +226,8 @@ __device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
     return HOSTS ? self.net->ranks_per_host : 0;
 }
 
-/* Returns true if announcements and counts go through relays (net/relay_words.cuh). */
+/* Returns true if announcements and counts go through relays (net/relay_words.cuh), and records
+ * for other hosts are sent in lists (plan/record_lists.cuh). */
 __device__ __forceinline__ bool relays_words(const p2p_self &self)
 {
     return HOSTS && MANY_RANKS && ranks_per_host(self);
@@ -241,8 +242,8 @@ __device__ __forceinline__ int word_relay(const p2p_self &self, int on, int with
     return host * local + (host + with / local) % local;
 }
 
-/* Returns the memory in which announcements and counts of rank q arrive. If the announcements
- * and counts go through relays, this is always this rank's heap. */
+/* Returns the memory in which announcements, counts and records of rank q arrive. If they go
+ * through relays, this is always this rank's heap. */
 __device__ __forceinline__ uint8_t *word_base(const p2p_self &self, int q)
 {
     return relays_words(self) ? self.heap[self.rank] : inbox_base(self, q);

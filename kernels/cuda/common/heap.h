@@ -28,6 +28,8 @@
 #include "cuda/common/hosts.h"
 #include "rules/device_layout.h"
 
+/* 1: groups with relays send records to other hosts in lists (plan/record_lists.cuh) */
+#define WITH_LISTS (HOSTS && MANY_RANKS)
 #define WITH_WINDOWS (!HOSTS && !MANY_RANKS) /* 1: contexts can have windows */
 /* 1: seats of a group can become vacant (docs/internals/members.md). Only the build of
  * libepic_cuda_regroup.so defines EPIC_GPU_REGROUP. */
@@ -84,6 +86,9 @@
 #define P2P_LOWLAT_EXPERTS 1024
 /* number of 64-bit words of expert ids per token; a word has two ids */
 #define P2P_LOWLAT_ID_WORDS 16
+/* An entry of a list (plan/record_lists.cuh) contains the index of a token in its round. The
+ * number of its bits limits the tokens of a round. */
+#define P2P_LIST_TOKEN_BITS 21
 /* maximum number of experts with replicas: the tables must fit into a CTA's shared memory */
 #define P2P_REPLICATED_EXPERTS 2048
 
@@ -154,10 +159,13 @@ typedef struct p2p_heap {
      * rank writes it: uint8 [max_row_bytes]. */
     int64_t scratch;
     /* The records: for each token of each rank, its slots on this rank (FLAT: its local
-     * experts). Stamped words [2][num_ranks][p2p_index_choices()]. */
+     * experts). Stamped words [2][num_ranks][p2p_index_choices()]. If records are sent in lists
+     * (plan/record_lists.cuh), outbox and inbox have the lists here:
+     * [2][num_ranks][p2p_record_words()]. */
     int64_t records;
     /* FLAT only: for each token of each rank, the index of its row on this rank. Stamped words
-     * [2][num_ranks][p2p_index_tokens()]. */
+     * [2][num_ranks][p2p_index_tokens()]. With lists, outbox and inbox have lists here, too:
+     * [2][num_ranks][p2p_flat_row_words()]. */
     int64_t flat_rows;
     __extension__ p2p_net_arrays net[HOSTS]; /* backend `hosts` only (hosts.h) */
     /* For low-latency plans: the expert ids of each token of each rank, two ids per word.
@@ -221,6 +229,14 @@ enum { /* indices of the words that describe a wrong value in a planner's input 
  * heap. After that, the rank does not access the heap any more. */
 #define P2P_RELEASED (1ull << 63 | 1ull << 62)
 
+/* The lists of records that the planner CTAs of a rank are making (plan/record_lists.cuh). Zero
+ * between two operations, and between two rounds. */
+typedef struct p2p_list_control {
+    /* number of entries of the list of each kind for each host */
+    uint32_t sizes[2][DEVICE_MAX_RANKS];
+    uint32_t done; /* number of planner CTAs that have added all their entries */
+} p2p_list_control;
+
 /* The control memory for the backend `hosts`. "The ring" is p2p_ring: host memory through which
  * kernels request puts from the proxy thread. */
 typedef struct p2p_net_control {
@@ -249,6 +265,7 @@ typedef struct p2p_net_control {
     uint64_t received_vectors[DEVICE_MAX_RANKS];
     /* announcements of all ranks (stamped words); the first index is the parity of the epoch */
     uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
+    __extension__ p2p_list_control lists[MANY_RANKS]; /* libraries for many ranks only */
 } p2p_net_control;
 
 #define P2P_OPERATIONS 9
@@ -420,6 +437,21 @@ DEVICE_LAYOUT_BOTH static inline int64_t p2p_index_choices(const p2p_heap *h)
     return MANY_RANKS ? h->round->tokens * h->round->top_k : h->choices;
 }
 
+/* Return the number of words per rank and half of the arrays `records` and `flat_rows`. A list
+ * for a host has the space of all ranks of the host, which are at least two. It has a word with
+ * its size, and two words for each choice, or for each token and rank. */
+DEVICE_LAYOUT_BOTH static inline int64_t p2p_record_words(const p2p_heap *h)
+{
+    return p2p_index_choices(h) + WITH_LISTS;
+}
+
+DEVICE_LAYOUT_BOTH static inline int64_t p2p_flat_row_words(const p2p_heap *h,
+                                                            int64_t max_tokens)
+{
+    const int64_t tokens = p2p_index_tokens(h, max_tokens);
+    return WITH_LISTS ? 2 * tokens + 1 : tokens;
+}
+
 /* Number of tokens of each rank that a round moves. `at`: the p2p_heap. row_bytes: number of
  * bytes of staging per token. All ranks get the same result. A macro, so that the kernels for
  * few ranks keep their machine code. */
@@ -468,6 +500,8 @@ static inline void p2p_size_rows(p2p_heap *h, int64_t max_tokens, int64_t max_ro
     const int64_t row = device_round_up(max_row_bytes, 16);
     const int64_t most = h->source_bytes / (row < 2048 ? row : 2048);
     h->round->tokens = most < max_tokens ? most : max_tokens;
+    if (WITH_LISTS && h->round->tokens > 1 << P2P_LIST_TOKEN_BITS)
+        h->round->tokens = 1 << P2P_LIST_TOKEN_BITS;
     h->round->top_k = max_top_k;
     const int64_t round_pieces = h->source_bytes / 2048 + h->round->tokens + 1;
     if (round_pieces * 32 < h->escape_words) h->escape_words = round_pieces * 32;
@@ -501,9 +535,9 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.scratch = device_round_up(
         p2p_window_area_at(&h) + (WITH_WINDOWS ? (int64_t)sizeof(p2p_window_area) : 0), 512);
     h.records = h.scratch + device_round_up(max_row_bytes, 512);
-    h.flat_rows = h.records + device_round_up(2 * num_ranks * p2p_index_choices(&h) * 8, 512);
+    h.flat_rows = h.records + device_round_up(2 * num_ranks * p2p_record_words(&h) * 8, 512);
     h.ids = h.flat_rows +
-            device_round_up(2 * num_ranks * p2p_index_tokens(&h, max_tokens) * 8, 512);
+            device_round_up(2 * num_ranks * p2p_flat_row_words(&h, max_tokens) * 8, 512);
     h.escapes = h.ids + device_round_up(2 * num_ranks * p2p_lowlat_tokens(max_tokens) *
                                             P2P_LOWLAT_ID_WORDS * 8,
                                         512);

@@ -45,7 +45,7 @@ __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_
     if (!m.has_new_plan) return true;
     const p2p_self &self = m.job.plan.self;
     bool again = false;
-    const bool ok = wait_warp(m.op, rank, P2P_PHASE_RECORD, [&] {
+    const bool ok = wait_warp(m.op, record_sender(self, rank), P2P_PHASE_RECORD, [&] {
         if (again) word = load_relaxed(row_word_from(self, m.op, rank, token));
         again = true;
         return __all_sync(ALL_LANES, is_stamped(m.op, word)) != 0;

@@ -11,8 +11,9 @@
  *   combine    ranks of host h --NVLink--> rank j of host h, which adds their partial sums
  *              --net--> rank j of host h'
  *
- * Weights and records go directly to their destination. Announcements and counts of large
- * groups use the relays of net/relay_words.cuh.
+ * Weights go directly to their destination, and so do records of groups of up to 32 ranks.
+ * Announcements and counts of larger groups use the relays of net/relay_words.cuh, and their
+ * records those of plan/record_lists.cuh.
  *
  * The staging of a receiver has one part per source rank. When a relay forwards a row, it
  * stores the row in the part of the rank that has the token, as if that rank itself had stored

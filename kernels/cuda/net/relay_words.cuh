@@ -77,6 +77,32 @@ __device__ __forceinline__ int word_sender(const p2p_self &self, int q)
     return relay == self.rank ? word_relay(self, q, self.rank) : relay;
 }
 
+/* Returns the rank from which this rank receives the records of rank q: q if it is on this
+ * host, otherwise the mate of q, which expands the lists of q (plan/record_lists.cuh). If this
+ * rank is that mate, or if there are no lists, returns q. */
+__device__ __forceinline__ int record_sender(const p2p_self &self, int q)
+{
+    if (!relays_words(self) || !is_remote(self, q)) return q;
+    const int mate = mate_of(self, q, self.rank);
+    return mate == self.rank ? q : mate;
+}
+
+/* Returns the number of ranks to which this rank sends records directly: all ranks or, with
+ * lists (plan/record_lists.cuh), those of this host. */
+__device__ __forceinline__ int num_record_peers(const p2p_self &self)
+{
+    return relays_words(self) ? ranks_per_host(self) : self.num_ranks;
+}
+
+/* Returns the i-th of these ranks, for i from 1 to num_record_peers(). The last one is this
+ * rank. */
+__device__ __forceinline__ int record_peer(const p2p_self &self, int i)
+{
+    if (relays_words(self))
+        return mate_of(self, self.rank % ranks_per_host(self) + i, self.rank);
+    return wrap_rank(self.rank + i, self.num_ranks);
+}
+
 /* Returns the address of this rank's outbox. Requires a group with relays. */
 __device__ __forceinline__ uint8_t *outbox_base(const p2p_self &self)
 {

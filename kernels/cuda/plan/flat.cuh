@@ -33,7 +33,7 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
 __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
                                                    int source, int64_t token)
 {
-    return row_word_address(self, op, inbox_base(op, source),
+    return row_word_address(self, op, word_base(op, source),
                             source_number(self, self.rank, source), token);
 }
 

@@ -18,19 +18,7 @@
 #define EPIC_FLAT_PLACE_CUH
 
 #include "cuda/plan/flat_drop.cuh"
-
-struct FlatChoice { /* A choice that this lane handles, and where it goes. */
-    /* token * top_k + k; -1: the lane has no choice */
-    int64_t choice;
-    /* the rank of the choice's expert; -1: the choice has no expert or is dropped */
-    int32_t owner;
-    int32_t local; /* index of the choice's expert among the experts of rank `owner` */
-    /* Index of the token's row on the rank `owner`. At first, only the lane with the token's
-     * first choice for this rank has the index; the token's other lanes have -1.
-     * send_row_words() sets it in all of them. */
-    int32_t row;
-    int32_t fate; /* if owner is -1: the reason (EPIC_FATE_*) */
-};
+#include "cuda/plan/record_lists.cuh"
 
 /* Returns where a choice goes. `choice`: its index, or -1. `id`: its planned_id(), or -1.
  * in_fate and in_rank_of: the elements of this choice in the plan's arrays `fate` and
@@ -61,13 +49,8 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
     return s;
 }
 
-/* False while the plan is made, if the records are sent later in rounds
- * (plan/record_rounds.cuh). A macro, so that the kernels for few ranks keep their machine
- * code. */
-#define SENDS_RECORDS(op) (!MANY_RANKS || *(op).record_begin >= 0)
-
-/* Sends the row words and records of the tokens in this warp's lanes to every rank. If
- * SENDS_RECORDS() is false, only sets c[0].row and c[1].row. `token`:
+/* Sends the row words and records of the tokens in this warp's lanes to every rank, as
+ * send_records() does. If SENDS_RECORDS() is false, only sets c[0].row and c[1].row. `token`:
  * this lane's token; valid only if `in` is true. The lanes of a token share its choices: c[0]
  * is this lane's choice. If tokens have more than 32 choices, c[1] is the lane's second choice.
  * On return, c[0].row and c[1].row are the rows of these choices. `bad`: true if the plan is
@@ -84,8 +67,9 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
         self.at.records / 8 +
         ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) * p2p_index_choices(&self.at) +
         (int64_t)RECORD_INDEX(op, token) * job.layer.top_k;
-    for (int i = 1; i <= self.num_ranks; i++) {
-        const int q = wrap_rank(self.rank + i, self.num_ranks);
+    if (relays_words(self)) list_flat_choices(op, lanes, token, bad, c);
+    for (int i = 1; i <= num_record_peers(self); i++) {
+        const int q = record_peer(self, i);
         if (is_vacant(op, q)) continue;
         uint64_t *to = (uint64_t *)self.heap[q] + record + record_word_offset(self, q);
         const uint32_t first_chunk =

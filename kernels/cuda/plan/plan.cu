@@ -39,7 +39,7 @@ static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, in
     const bool in = lanes.has_choice && token < num_tokens;
     const uint64_t *from = row_word_from(job.self, op, source, in ? token : 0);
     uint64_t word = 0;
-    const bool ok = wait_warp(op, source, P2P_PHASE_RECORD, [&] {
+    const bool ok = wait_warp(op, record_sender(job.self, source), P2P_PHASE_RECORD, [&] {
         word = load_relaxed(from);
         return __all_sync(ALL_LANES, !in || is_stamped(op, word)) != 0;
     });

@@ -21,19 +21,11 @@
  *                   outputs; then control.planned       also moves rows (release, acquire)
  *
  * All ranks compute with the same counts, so they compute the same plan without further
- * communication. */
+ * communication. Records for other hosts may go in lists (plan/record_lists.cuh). */
 #ifndef EPIC_PLANNER_CUH
 #define EPIC_PLANNER_CUH
 
 #include "cuda/plan/decide.cuh"
-
-/* The destination of the choice that this lane handles. */
-struct PlacedChoice {
-    /* rank: the rank to which `slot` is sent; -1: nothing is sent. slot: the choice's slot on
-     * that rank. If the plan is invalid, `slot` is RECORD_DISCARD. */
-    int32_t rank;
-    uint32_t slot;
-};
 
 /* Returns the slot that choice k of a token gets on the rank of its expert. If the choice gets
  * no slot, returns the reason (EPIC_FATE_*). `id`: planned_id() of the choice. e becomes the
@@ -98,7 +90,8 @@ __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p
     return {owner, (uint32_t)slot_or_fate};
 }
 
-/* Sends the records of the tokens in this warp's lanes to every rank. The record for a rank
+/* Sends the records of the tokens in this warp's lanes to every rank or, with lists
+ * (plan/record_lists.cuh), adds those for other hosts to the lists. The record for a rank
  * contains the token's slots on that rank in ascending order of k, one stamped word per slot,
  * or RECORD_ABSENT. `token`: this lane's token; valid only if `in` is true. The lanes of a
  * token share its choices: c[0] is this lane's choice. If tokens have more than 32 choices,
@@ -114,8 +107,9 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
         self.at.records / 8 +
         ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) * p2p_index_choices(&self.at) +
         (int64_t)RECORD_INDEX(op, token) * top_k;
-    for (int i = 1; i <= self.num_ranks; i++) {
-        const int q = wrap_rank(self.rank + i, self.num_ranks);
+    if (relays_words(self)) list_choices(op, lanes, token, c);
+    for (int i = 1; i <= num_record_peers(self); i++) {
+        const int q = record_peer(self, i);
         if (vacant >> q & 1) continue;
         uint64_t *to = (uint64_t *)self.heap[q] + base + record_word_offset(self, q);
         const uint32_t first_chunk =
@@ -213,15 +207,17 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
 }
 
 /* Only in backend `hosts`: posts the puts (copies over the net) that send the records of the
- * tokens [begin, begin + tokens) to other hosts. With layout FLAT (`flat`), also sends the row
- * words (plan/flat.cuh). There is one large put per rank and array, because this is faster than
- * one put per token. Called by all threads of the CTA that has stored the records; thread q
- * posts the puts for rank q. */
+ * tokens [begin, begin + tokens) to other hosts. In groups with lists (plan/record_lists.cuh),
+ * the last planner CTA that calls it posts those of all tokens. With layout FLAT (`flat`), also
+ * sends the row words (plan/flat.cuh). There is one large put per rank and array, because this
+ * is faster than one put per token. Called by all threads of the CTA that has stored the
+ * records; thread q posts the puts for rank q. */
 __device__ __forceinline__ void post_put_tokens(const p2p_plan_job &job, const OpState &op,
                                                 bool flat, int begin, int tokens)
 {
     const p2p_self &self = job.self;
     const int q = (int)threadIdx.x, top_k = (int)job.layer.top_k;
+    if (relays_words(self)) return post_lists(job, op, flat);
     __syncthreads();
     if (q >= self.num_ranks || tokens <= 0) return;
     const int64_t source =
@@ -288,12 +284,13 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
         if (threadIdx.x == 0) {
             if (p.header.result == EPIC_EINVAL) report_fault(p, job, op);
             if (p.header.result == EPIC_EOVERFLOW) report_overflow(p, job, op);
-            if (job.self.operation == EPIC_OP_PLAN) return true;
-            __threadfence();
-            store_release(&control_of(op)->planned, op.epoch);
+            if (job.self.operation != EPIC_OP_PLAN) {
+                __threadfence();
+                store_release(&control_of(op)->planned, op.epoch);
+            }
         }
     }
-    return true;
+    return !SENDS_RECORDS(op) || expand_lists<FLAT>(p, job, op);
 }
 
 #endif

@@ -39,6 +39,18 @@ enum { /* Bits of the template argument FEATURES: features that the layer uses. 
        PLAN_DROPS_OR_REPLICAS = 2 /* the layer has replicas or drops choices */
 };
 
+#ifndef LISTED_TOKENS
+/* Number of tokens that a CTA handles at a time while it expands a list of records
+ * (plan/record_lists.cuh). The tests use a smaller number. */
+#define LISTED_TOKENS 4096
+#endif
+
+/* Memory in which a CTA notes which tokens are in a list of records. */
+struct ListedTokens {
+    uint32_t size;                     /* number of entries of the list */
+    uint32_t bits[LISTED_TOKENS / 32]; /* bit i: token i of the tokens at hand is in it */
+};
+
 /* The planner's state, in the shared memory of each planner CTA. Its pointers refer to arrays
  * in dynamic shared memory. */
 struct Planner {
@@ -107,6 +119,8 @@ struct Planner {
      * If all entries are valid: num_experts plus the lowest logical expert without a replica.
      * If nothing is wrong: NO_INDEX. */
     uint32_t bad_replica;
+    /* memory for expanding lists of records (plan/record_lists.cuh) */
+    __extension__ ListedTokens listed[WITH_LISTS];
     RankMask bad_ranks; /* the ranks whose choices or tables are wrong */
     /* num_warps: number of warps of a CTA that count choices. tokens_per_cta: number of this
      * rank's tokens that a planner CTA handles. tokens_per_warp: number of tokens that one of
@@ -211,7 +225,7 @@ struct TokenLanes {
     }
 };
 
-/* Only in backend `hosts`: completes the records that this warp has just stored for rank q, so
+/* Only in backend `hosts`, without lists (plan/record_lists.cuh): completes the records that this warp has just stored for rank q, so
  * that they can be sent. A record contains the slots of one token on rank q. `count`: number of
  * words in the record of this lane's token.
  *
@@ -226,7 +240,7 @@ struct TokenLanes {
 __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes &lanes, int q,
                                              uint64_t *record, bool in, int count)
 {
-    if (!HOSTS) return;
+    if (!HOSTS || relays_words(*op.self)) return;
     const bool mine = in && lanes.has_choice;
     if (lanes.num_chunks > 1)
         return post_put_records(op, q, record, mine && lanes.k == 0, count);

@@ -74,9 +74,10 @@ static __device__ void send_planned(const Planner &p, const p2p_plan_job &job,
 }
 
 /* Sends the records of this rank's tokens [*op.record_begin, end). Each planner CTA sends an
- * equal part of them. Called by all threads of the planner CTAs. */
+ * equal part of them. Then expands the lists of mates. Called by all threads of the planner
+ * CTAs. Returns false if the group has failed. */
 template <int FEATURES>
-static __device__ void send_round_records(const Planner &p, const p2p_plan_job &job,
+static __device__ bool send_round_records(Planner &p, const p2p_plan_job &job,
                                           const OpState &op, int32_t end)
 {
     const TokenLanes lanes(job.layer.top_k);
@@ -88,6 +89,7 @@ static __device__ void send_round_records(const Planner &p, const p2p_plan_job &
          t += warps * lanes.tokens_at_once)
         send_planned<FEATURES>(p, job, op, lanes, t + lanes.token, t + lanes.token < stop);
     if (HOSTS) post_put_tokens(job, op, (FEATURES & PLAN_FLAT) != 0, begin, stop - begin);
+    return expand_lists<(FEATURES & PLAN_FLAT) != 0>(p, job, op);
 }
 
 /* Moves the records of all tokens. ok: false if this thread has found that the group has
@@ -95,7 +97,7 @@ static __device__ void send_round_records(const Planner &p, const p2p_plan_job &
  * records of the tokens [begin, end) of all ranks. It returns false if the group has failed.
  * Called by all threads of all CTAs. */
 template <int FEATURES, class Receive>
-__device__ __forceinline__ void move_record_rounds(const Planner &p, const p2p_plan_job &job,
+__device__ __forceinline__ void move_record_rounds(Planner &p, const p2p_plan_job &job,
                                                    OpState &op, bool ok, int32_t most_tokens,
                                                    Receive receive)
 {
@@ -105,8 +107,8 @@ __device__ __forceinline__ void move_record_rounds(const Planner &p, const p2p_p
         if (!next_round(op)) return;
         set_record_begin(op, begin);
         if ((int)blockIdx.x < job.planners)
-            send_round_records<FEATURES>(p, job, op, begin + tokens);
-        ok = __syncthreads_and(receive(begin, begin + tokens)) != 0;
+            ok = send_round_records<FEATURES>(p, job, op, begin + tokens);
+        ok = __syncthreads_and(ok && receive(begin, begin + tokens)) != 0;
     }
 }
 

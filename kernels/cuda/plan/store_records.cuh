@@ -27,15 +27,16 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
         const bool reads = in && k < top_k && !has_ended;
         uint64_t word = 0;
         uint32_t last_words = 0;
-        const bool ok = wait_warp(op, source, P2P_PHASE_RECORD, [&] {
+        const bool ok = wait_warp(op, record_sender(job.self, source), P2P_PHASE_RECORD, [&] {
             word = reads ? load_relaxed(words + k) : 0;
             const bool has_arrived = reads && is_stamped(op, word);
             last_words =
                 __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST)) &
                 lanes.token_lanes;
-            /* In backend `hosts` with top_k up to 32, records have all top_k words. Wait for
-             * all of them, because a late word could overwrite a word of a later operation. */
-            const bool is_whole = lanes.num_chunks == 1;
+            /* In backend `hosts` with top_k up to 32, records have all top_k words, except in
+             * groups with lists (plan/record_lists.cuh). Wait for all of them, because a late
+             * word could overwrite a word of a later operation. */
+            const bool is_whole = lanes.num_chunks == 1 && !relays_words(job.self);
             if (HOSTS && !__all_sync(ALL_LANES, !is_whole || !reads || has_arrived))
                 return false;
             /* In all other cases, the word with RECORD_LAST is the last word of a record. So a

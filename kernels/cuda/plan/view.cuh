@@ -27,7 +27,8 @@ static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
  * bit means that the input of the sending rank is wrong. */
 #define RECORD_LAST 0x80000000u
 /* Value of the first word of a record if no choice of the token goes to the receiving rank. In
- * backend `hosts`, unused words at the end of a record also have this value. */
+ * backend `hosts` without lists (plan/record_lists.cuh), unused words at the end of a record
+ * also have this value. */
 #define RECORD_ABSENT 0x7fffffffu
 /* Value of a word of a record if the plan is invalid: the choice goes to the receiving rank,
  * but has no slot there. The sender may already have sent the token's row. So the receiving
@@ -333,7 +334,7 @@ static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_he
 __device__ __forceinline__ const uint64_t *
 record_address(const p2p_self &self, const OpState &op, int source, int64_t token, int top_k)
 {
-    return (const uint64_t *)(inbox_base(op, source) + self.at.records) +
+    return (const uint64_t *)(word_base(op, source) + self.at.records) +
            ((int64_t)epoch_parity(op) * self.num_ranks +
             source_number(self, self.rank, source)) *
                p2p_index_choices(&self.at) +
@@ -353,14 +354,15 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
     const int lane = lane_id(), count = min(WARP, top_k - chunk * WARP);
     uint32_t last_words = 0;
     bool has_polled = false;
-    const bool ok = wait_warp(op, source, P2P_PHASE_RECORD, [&] {
+    const bool ok = wait_warp(op, record_sender(*op.self, source), P2P_PHASE_RECORD, [&] {
         if (has_polled) word = lane < count ? load_relaxed(words + chunk * WARP + lane) : 0;
         has_polled = true;
         const bool has_arrived = lane < count && is_stamped(op, word);
         const uint32_t arrived = __ballot_sync(ALL_LANES, has_arrived);
         last_words = __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST));
         /* `hosts` must wait for all words of a record; store_records() gives the reason */
-        if (HOSTS && top_k <= WARP && __popc(arrived) < count) return false;
+        if (HOSTS && top_k <= WARP && !relays_words(*op.self) && __popc(arrived) < count)
+            return false;
         const uint32_t needed = last_words      ? (2u << (__ffs(last_words) - 1)) - 1
                                 : count == WARP ? ALL_LANES
                                                 : (1u << count) - 1;

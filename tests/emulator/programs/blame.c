@@ -32,7 +32,7 @@ typedef struct scenario {
     int ranks;
     int to[4];            /* the rank to which each rank sends all its tokens, if it has any */
     bool one;             /* true: send only the first token there */
-    uint32_t deadline[4]; /* deadline in ms of each rank's dispatch */
+    uint32_t deadline[4]; /* deadline in ms of each rank's dispatch; play_lost_list(): plan */
     uint32_t sms;         /* SMs per rank; few, so that waits check their deadline often */
     uint32_t close_ms;    /* how many ms a rank that closes waits for the others */
     void (*play)(team_rank *me, memory *m);
@@ -68,9 +68,9 @@ static memory allocate_memory(const team_rank *me)
     return m;
 }
 
-static void make_plan(team_rank *me, memory *m)
+static void make_plan(team_rank *me, memory *m, uint32_t timeout_ms)
 {
-    const epic_plan_args args = {.call = {.stream = me->stream, .timeout_ms = 30000},
+    const epic_plan_args args = {.call = {.stream = me->stream, .timeout_ms = timeout_ms},
                                  .layer = &m->layer,
                                  .plan = m->plan,
                                  .plan_bytes = m->plan_bytes,
@@ -277,6 +277,29 @@ static void play_no_near_relay(team_rank *me, memory *m)
     play_without(me, m, 3);
 }
 
+/* Two hosts of two ranks, in the libraries for many ranks. The list of records of rank 0 for
+ * rank 2 is lost. Rank 2 should expand it, also for rank 3. */
+static void play_lost_list(team_rank *me, memory *m, int culprit)
+{
+    team_barrier(me);
+    make_plan(me, m, scale * now_played->deadline[me->rank]);
+    if (me->rank < 2) expect_failure(me, EPIC_OK, NO_RANK);
+    if (me->rank == 3) expect_failure(me, EPIC_ETIMEOUT, culprit);
+    team_barrier(me);
+}
+
+/* Rank 2 has published to rank 3 that it waits for rank 0. */
+static void play_no_list(team_rank *me, memory *m)
+{
+    play_lost_list(me, m, 0);
+}
+
+/* The time limit of rank 2 is long, so it publishes nothing, like a rank that has stopped. */
+static void play_no_mate(team_rank *me, memory *m)
+{
+    play_lost_list(me, m, 2);
+}
+
 static const scenario scenarios[] = {
     {"closed", 3, {-1, -1, 1}, false, {20000, 20000, 20000}, 2, 300, play_closed},
     {"left", 3, {1, 2, 0}, false, {20000, 20000, 20000}, 2, 300, play_left},
@@ -305,12 +328,15 @@ static const scenario scenarios[] = {
      2,
      20000,
      play_no_near_relay},
+    {"no_list", 4, {3, 2, 1, 0}, false, {8000, 8000, 8000, 7200}, 2, 3000, play_no_list},
+    {"no_mate", 4, {3, 2, 1, 0}, false, {20000, 20000, 20000, 3000}, 2, 3000, play_no_mate},
 };
 
 static int run_rank(team_rank *me)
 {
     memory m = allocate_memory(me);
-    make_plan(me, &m);
+    if (now_played->play != play_no_list && now_played->play != play_no_mate)
+        make_plan(me, &m, 30000);
     team_barrier(me);
     now_played->play(me, &m);
     void *const parts[] = {m.ids, m.plan, m.tokens, m.recv};
