@@ -34,14 +34,19 @@ grep -q "</svg>" "$here/picture.svg"
 
 # In a plan each rank sends 8 bytes per choice to each rank of another host, and counts. With few tokens,
 # the thread makes three puts for each of these ranks. With more than 32 ranks, relays send announcements and
-# counts: in 16 hosts of 8, each rank those of 8 ranks to two hosts.
+# counts: in 8 hosts of 8, each rank those of 8 ranks to one host, and in 16 hosts to two. Records go in a list to
+# each other host, with 16 bytes per choice, and a word per token and rank goes over NVLink (341 GB/s).
 "$sim" --ranks 16,32,64,128 >"$here/out"
 ranks=32
 holds "time of a plan" 'near($5, 10 + 24 * 8 * (4 + 256 + 4096 * 8) / 50e3, 0.01)'
+ranks=64
+holds "time of a plan" \
+    'near($5, 10 + 8 * (8 * 260 + 7 + 2 * 4096 * 8 * 56 / 64) / 50e3 + 56 * 4096 * 8 / 341e3, 0.02)'
+ranks=32
 "$sim" --ranks 16,32,64,128 --tokens 1 >"$here/out"
 holds "time of a plan's puts" 'near($5, 10 + 24 * 3 * 0.25, 0.02)'
 ranks=128
-holds "time of a plan's puts" 'near($5, 10 + (120 + 2 * 16) * 0.25, 0.02)'
+holds "time of a plan's puts" 'near($5, 10 + (15 + 2 * 16) * 0.25, 0.02)'
 
 # Another constant changes the times, not the bytes.
 "$sim" --ranks 16 --nic 25 >"$here/out"

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Computes times from numbers of rows. Transfers that run at the same time take as long as the
  * slowest of them. */
+#include <math.h>
+
 #include "sim.h"
 
 #define LAG_ROWS 128 /* number of rows in flight before the first row is received */
@@ -23,28 +25,46 @@ static void raise_rows_us(cost *c, double time, const char *name)
     c->limit = name;
 }
 
+/* Returns true if words go through relays: in groups of more than 32 ranks, on hosts of equally
+ * many ranks. */
+static bool relays_words(const shape *s)
+{
+    return s->ranks > 32 && s->ranks_per_host > 1 && s->ranks % s->ranks_per_host == 0;
+}
+
 /* Returns the number of ranks' words (announcements, and also counts) that a rank sends to
- * other hosts: its own words to each rank there. In groups of more than 32 ranks, on hosts of
- * equally many ranks, relays send the words of all ranks of their host to a part of the hosts. */
+ * other hosts: its own words to each rank there. Relays send the words of all ranks of their
+ * host to a part of the hosts. */
 static double num_shared_words(const shape *s)
 {
-    const int peers = s->ranks - s->ranks_per_host;
     const int hosts = s->ranks / s->ranks_per_host;
-    if (s->ranks <= 32 || s->ranks_per_host < 2 || s->ranks % s->ranks_per_host) return peers;
+    if (!relays_words(s)) return s->ranks - s->ranks_per_host;
     return hosts < 2 ? 0 : (double)((hosts - 1) / s->ranks_per_host + 1) * s->ranks_per_host;
 }
 
+#define PUT_WORDS 4096 /* largest number of words of a put, in groups of more than 32 ranks */
+
 /* Returns the time in which a rank sends the words of a plan to other hosts: first
- * announcements and counts of choices, then to each rank there a record of 8 bytes for each
- * choice (a token and one of its top_k experts). The proxy thread joins the records for a rank
- * into one put. */
+ * announcements and counts of choices (a choice is a token and one of its top_k experts), then
+ * records. Without relays, each rank there gets a word for each choice. The proxy thread joins
+ * the words for a rank into one put. With relays, each other host gets a list with two words
+ * for each choice that goes there, and its receiver then stores at least one word for each
+ * token and rank of its host. */
 static double plan_us(const constants *k, const shape *s, const routing *r)
 {
     const double peers = s->ranks - s->ranks_per_host, shared = num_shared_words(s);
     const double experts = r->experts > s->ranks ? (double)r->experts : s->ranks;
-    const double words = shared * (4 + experts) + peers * (double)s->tokens * r->top_k;
-    const double net = transfer_us(words, 8, k->nic), thread = (2 * shared + peers) * k->put_us;
-    return peers > 0 ? 2 * k->net_us + (net > thread ? net : thread) : 0;
+    const double choices = (double)s->tokens * r->top_k;
+    double words = peers * choices, puts = peers, expand = 0;
+    if (relays_words(s)) {
+        const double lists = s->ranks / s->ranks_per_host - 1;
+        words = lists + 2 * choices * peers / s->ranks;
+        puts = lists > 0 ? lists * ceil(words / lists / PUT_WORDS) : 0;
+        expand = transfer_us(peers * (double)s->tokens, 8, k->nvlink);
+    }
+    const double net = transfer_us(shared * (4 + experts) + words, 8, k->nic);
+    const double thread = (2 * shared + puts) * k->put_us;
+    return peers > 0 ? 2 * k->net_us + (net > thread ? net : thread) + expand : 0;
 }
 
 /* Computes the times of one operation. The time of the rows (rows_us) is the sum of three
