@@ -86,6 +86,12 @@ def test_the_end_of_a_process(what: str, wanted: str) -> None:
         assert float(when) - gone < NOTICED
 
 
+def test_losses_without_a_mesh() -> None:
+    """The losses contain the tokens of all ranks, also of fewer ranks after one has left."""
+    for said in run("losses", 3):
+        assert said.endswith("right\n"), said[-3000:]
+
+
 @pytest.mark.parametrize("what", ["interrupt", "interrupt_open"])
 def test_an_interrupt_lands(what: str) -> None:
     """Ctrl-C ends a process that waits for a peer immediately, not at the deadline of a minute."""

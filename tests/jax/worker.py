@@ -245,6 +245,44 @@ def run_shrink(process: int, processes: int, port: int) -> None:
     say("right")
 
 
+def run_losses(process: int, processes: int, port: int) -> None:
+    """Processes with different numbers of tokens; the losses of grouped_gemm are those of all."""
+    group = epic.jax.open(
+        ranks=[process], num_ranks=processes, bootstrap=epic.jax.Tcp(port=port), **SIZES
+    )
+    options = epic.jax.Moe.of(
+        num_experts=processes, num_logical=1, top_k=1, hidden=8, inner=4, drop_absent=True,
+        balance_coeff=0.5, z_coeff=0.1, sum_order="by_rank",
+    )  # fmt: skip
+    tokens = [np.random.default_rng(p).normal(size=(3 + 2 * p, 8)).astype(np.float32) for p in range(processes)]
+    weights = epic.jax.MoeWeights(
+        jnp.ones((8, 1)), w_gate_up=jnp.ones((1, 8, 8)), w_down=jnp.ones((1, 4, 8))
+    )
+
+    def loss_of(x: Any) -> Any:
+        gemm = epic.jax.gemm.best(1)
+        table = jnp.zeros(processes, jnp.int32)
+        found = epic.jax.moe(
+            group, options, x, weights, grouped_gemm=gemm, logical_of_expert=table
+        )
+        return epic.jax.sum(group, found.loss[None])[0]
+
+    def check(members: tuple[int, ...]) -> None:
+        z = np.concatenate([tokens[p] for p in members]).astype(np.float64).sum(axis=1)
+        wanted = 0.5 + 0.1 * np.square(z).mean()  # one logical expert has probability 1
+        assert reference.relative(program(tokens[process]), wanted) < 1e-5
+
+    program = jax.jit(loss_of)
+    check(tuple(range(processes)))
+    if process == 0:
+        group.leave()
+    else:
+        group.shrink()
+        check(tuple(range(1, processes)))
+        group.close()
+    say("right")
+
+
 def run_interrupt(process: int, processes: int, port: int) -> None:
     """The last process sleeps. The others wait for it inside XLA and are interrupted."""
     group = epic.jax.open(

@@ -243,22 +243,31 @@ def router_logits(x: Any, weights: MoeWeights) -> Any:
 
 
 def layer_losses(
-    group: Group, options: Moe, logits: Any, load: Any, chosen: Any, axes: tuple[str, ...]
+    group: Group,
+    options: Moe,
+    logits: Any,
+    load: Any,
+    chosen: Any,
+    axes: tuple[str, ...],
+    channel: Any,
 ) -> Any:
     """Return this device's part of balance loss and z-loss.
 
     The losses are those of all tokens of the group, and of all devices along `axes` (loss_axes).
     """
-    total = logits.shape[0] * group.num_ranks * math.prod(map(jax.lax.axis_size, axes))
+    loss = jnp.zeros((), jnp.float32)
+    if not options.balance_coeff and not options.z_coeff:
+        return loss
     if axes and options.sequence_tokens:
         raise EpicArgumentError(
             f"loss_axes is {axes}: must be empty with sequence_tokens, because each sequence has "
             "its own loss"
         )
+    total = max(logits.shape[0], 1) * group.num_ranks * math.prod(map(jax.lax.axis_size, axes))
+    share = share_of_tokens(group, logits.shape[0], total, channel)
     load = jax.lax.psum(load, axes) if axes else load
-    loss = jnp.zeros((), jnp.float32)
     if options.balance_coeff:
-        loss = loss + routing.balance_loss(
+        balance = routing.balance_loss(
             options.router,
             logits,
             coeff=options.balance_coeff,
@@ -267,11 +276,31 @@ def layer_losses(
             topk_idx=chosen,
             sequence_tokens=options.sequence_tokens,
         )
+        loss = loss + balance * (share if options.sequence_tokens else share * share)
     if options.z_coeff:
-        loss = loss + routing.z_loss(
-            options.router, logits, coeff=options.z_coeff, total_tokens=total
-        )
+        z = routing.z_loss(options.router, logits, coeff=options.z_coeff, total_tokens=total)
+        loss = loss + z * share
     return loss
+
+
+def share_of_tokens(group: Group, num_tokens: int, total: int, channel: Any) -> Any:
+    """Return `total` divided by the number of tokens of the group.
+
+    The result is 1 with a mesh, where all ranks have equally many tokens.  Without a mesh they may
+    have different numbers, and ranks may have left the group.  So the number of tokens is known
+    only when the program runs.
+
+    Args:
+        group: the group.
+        num_tokens: the number of tokens of this rank.
+        total: the number of tokens, if all ranks had as many as this rank.
+        channel: the channel of the sum over the ranks.
+
+    """
+    if group.axes or group.num_ranks == 1:
+        return 1
+    tokens = sums.sum(group, jnp.full(1, num_tokens, jnp.float32), channel=channel)[0]
+    return total / jnp.maximum(tokens, 1)
 
 
 def masked_layer_losses(

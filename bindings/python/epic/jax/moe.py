@@ -531,7 +531,7 @@ def moe(
             group, options, grouped_gemm, rows, weights, extras, order
         )
         if mask is None:
-            loss = layer_losses(group, options, logits, plan.load_of_ids, chosen, over)
+            loss = layer_losses(group, options, logits, plan.load_of_ids, chosen, over, channel)
         else:
             out = jnp.where(mask[:, None], out, 0)
             loss = masked_layer_losses(
@@ -561,7 +561,7 @@ def moe(
     found = MoeOut(out.reshape(x.shape), loss[0], *rest)._replace(routing=used)
     if over and (options.balance_coeff or options.z_coeff):
         loss = layer_losses(
-            group, options, router_logits(rows, weights), found.load_of_ids, None, over
+            group, options, router_logits(rows, weights), found.load_of_ids, None, over, channel
         )
         found = found._replace(loss=loss)
     return found
