@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests Group.members, shrink and leave: groups that go on without some of their ranks."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -131,3 +134,39 @@ def test_arguments() -> None:
             group.shrink(only=[1], authority=1)
         with pytest.raises(epic.EpicArgumentError, match="patience_ms is -1"):
             group.shrink(patience_ms=-1)
+
+
+def test_threads_of_a_rank() -> None:
+    """A second shrink of a rank is refused while one runs, and close waits for it."""
+    bootstraps = epic.torch.threads(2)
+    has_tried = [threading.Event() for _ in range(2)]
+
+    def first(group: epic.torch.Group) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            for turn, tried in enumerate(has_tried):
+                shrinking = pool.submit(group.shrink, step=turn)
+                while not group.regrouping.locked():
+                    time.sleep(0.001)
+                for call in (group.shrink, group.leave):
+                    with pytest.raises(epic.EpicArgumentError, match="in another thread"):
+                        call()
+                closing = pool.submit(group.close) if turn else None
+                time.sleep(0.1)
+                assert closing is None or not closing.done()
+                tried.set()
+                assert shrinking.result().generation == turn + 1
+            assert closing is not None
+            closing.result()
+        assert not group.is_open
+
+    def second(group: epic.torch.Group) -> None:
+        for tried in has_tried:
+            tried.wait()
+            group.shrink()
+
+    def run(rank: int) -> None:
+        with epic.torch.Group(bootstrap=bootstraps[rank], **SIZES) as group:
+            (first, second)[rank](group)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))

@@ -2,7 +2,9 @@
 """The members of a group: the ranks that take part in its operations."""
 
 import ctypes
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from epic import _native
@@ -75,6 +77,25 @@ def read_members(context: int) -> Members:
     info = _native.MembersInfo()
     _native.check(_native.core().epic_members_v1(context, *_native.sized(info)), context)
     return members_of(info)
+
+
+@contextmanager
+def only_call(regrouping: threading.Lock) -> Iterator[None]:
+    """Hold the lock of a group during shrink or leave.
+
+    close() takes the same lock, so it does not free a context that another thread uses.
+
+    Raises:
+        EpicArgumentError: Another thread holds it.
+    """
+    if not regrouping.acquire(blocking=False):
+        raise EpicArgumentError(
+            "shrink, leave or close is running in another thread: must have ended; wait for it"
+        )
+    try:
+        yield
+    finally:
+        regrouping.release()
 
 
 def regroup(

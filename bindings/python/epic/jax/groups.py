@@ -5,7 +5,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from epic.jax.arrays import as_axes, check_kind
 from epic.jax.bootstrapping import JaxStore, distributed_store
 from epic.jax.library import load_handlers
 from epic.jax.members import read_all, regroup_all
-from epic.members import Members, group_flags
+from epic.members import Members, group_flags, only_call
 from epic.options import INT64_MAX, Layer, backend_for, check_int, encode_text
 from epic.store import StoreExchange
 from epic.waits import Waits, read_waits
@@ -178,17 +178,19 @@ class Group:
             ((0,), 7)
 
         """
-        contexts = find_open(self).contexts
+        state = find_open(self)
         wait_for_live_arrays()
-        return regroup_all(
-            contexts,
-            self.num_ranks,
-            step=check_int("step", step, least=-INT64_MAX, most=INT64_MAX),
-            patience_ms=check_int("patience_ms", patience_ms),
-            min_members=check_int("min_members", min_members),
-            only=None if only is None else tuple(only),
-            authority=check_int("authority", authority, most=INT64_MAX),
-        )
+        with only_call(state.regrouping):
+            find_open(self)
+            return regroup_all(
+                state.contexts,
+                self.num_ranks,
+                step=check_int("step", step, least=-INT64_MAX, most=INT64_MAX),
+                patience_ms=check_int("patience_ms", patience_ms),
+                min_members=check_int("min_members", min_members),
+                only=None if only is None else tuple(only),
+                authority=check_int("authority", authority, most=INT64_MAX),
+            )
 
     def leave(self, step: int = 0, *, patience_ms: int = 0) -> None:
         """Leave the group while other processes call `shrink`, and close it in this process.
@@ -211,15 +213,17 @@ class Group:
                 "devices of the mesh; close() the group, or open it without a mesh, with ranks= "
                 "and num_ranks="
             )
-        contexts = find_open(self).contexts
+        state = find_open(self)
         wait_for_live_arrays()
-        regroup_all(
-            contexts,
-            self.num_ranks,
-            step=check_int("step", step, least=-INT64_MAX, most=INT64_MAX),
-            patience_ms=check_int("patience_ms", patience_ms),
-            leaving=True,
-        )
+        with only_call(state.regrouping):
+            find_open(self)
+            regroup_all(
+                state.contexts,
+                self.num_ranks,
+                step=check_int("step", step, least=-INT64_MAX, most=INT64_MAX),
+                patience_ms=check_int("patience_ms", patience_ms),
+                leaving=True,
+            )
         self.close()
 
     def close(self) -> None:
@@ -261,12 +265,14 @@ class OpenGroup:
         group: the group.
         contexts: the context of the core for each member.
         exchanges: the exchanges over JAX's store, whose keys close() deletes.
+        regrouping: held by shrink, leave and close.
 
     """
 
     group: Group
     contexts: dict[Member, int]
     exchanges: list[StoreExchange]
+    regrouping: threading.Lock = field(default_factory=threading.Lock)
 
 
 open_groups: dict[str, OpenGroup] = {}
@@ -637,7 +643,8 @@ def close(group: Group) -> None:
         load_handlers().epic_jax_member_remove(group.name.encode(), member.is_gpu, member.ordinal)
     if group.platform == "gpu" and group.command_buffers:
         jax.clear_caches()  # cached graphs refer to the memory of this context
-    bootstrapping.end(state.contexts.values())
+    with state.regrouping:
+        bootstrapping.end(state.contexts.values())
     for exchange in state.exchanges:
         with contextlib.suppress(Exception):  # the store may be closed already
             exchange.forget()
@@ -646,7 +653,8 @@ def close(group: Group) -> None:
 def close_all() -> None:
     """Close the groups that this process left open."""
     for state in list(open_groups.values()):
-        close(state.group)
+        if not state.regrouping.locked():  # else the call may last longer than the process should
+            close(state.group)
 
 
 def abort_groups(why: str, names: Sequence[str] | None = None) -> None:

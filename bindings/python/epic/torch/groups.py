@@ -19,7 +19,7 @@ import torch.distributed as dist
 from epic import _native, bootstrapping, endings, store
 from epic.bootstrapping import Bootstrap, Exchange, Nccl, Tcp
 from epic.errors import EpicArgumentError, EpicError
-from epic.members import Members, group_flags, read_members, regroup
+from epic.members import Members, group_flags, only_call, read_members, regroup
 from epic.options import (
     INT64_MAX,
     ON_GPUS,
@@ -366,6 +366,7 @@ class Group:
         can_shrink: bool = False,
     ) -> None:
         self.number = 0
+        self.regrouping = threading.Lock()  # held by shrink, leave and close
         self.layers_made = 0  # by epic.torch.MoE, whose default seed it is
         self.specs: dict[Any, Any] = {}  # the PlanSpec for each (layer, tag, count_bytes)
         self.name = name
@@ -609,16 +610,17 @@ class Group:
             >>> members.ranks, members.gone, members.least_step
             ((0,), (), 7)
         """
-        self.must_be_open()
-        return regroup(
-            self.context,
-            self.num_ranks,
-            step=check_int("step", step, least=-INT64_MAX, most=INT64_MAX),
-            patience_ms=check_int("patience_ms", patience_ms),
-            min_members=check_int("min_members", min_members),
-            only=only,
-            authority=check_int("authority", authority, most=INT64_MAX),
-        )
+        with only_call(self.regrouping):
+            self.must_be_open()
+            return regroup(
+                self.context,
+                self.num_ranks,
+                step=check_int("step", step, least=-INT64_MAX, most=INT64_MAX),
+                patience_ms=check_int("patience_ms", patience_ms),
+                min_members=check_int("min_members", min_members),
+                only=only,
+                authority=check_int("authority", authority, most=INT64_MAX),
+            )
 
     def leave(self, step: int = 0, *, patience_ms: int = 0) -> None:
         """Leave the group, while the other ranks call `shrink`, and close it on this rank.
@@ -633,14 +635,15 @@ class Group:
             EpicArgumentError: An argument is invalid, or a call of this rank is still running.
             EpicError: Too few members made the call; call it again, or close the group.
         """
-        self.must_be_open()
-        regroup(
-            self.context,
-            self.num_ranks,
-            step=check_int("step", step, least=-INT64_MAX, most=INT64_MAX),
-            patience_ms=check_int("patience_ms", patience_ms),
-            leaving=True,
-        )
+        with only_call(self.regrouping):
+            self.must_be_open()
+            regroup(
+                self.context,
+                self.num_ranks,
+                step=check_int("step", step, least=-INT64_MAX, most=INT64_MAX),
+                patience_ms=check_int("patience_ms", patience_ms),
+                leaving=True,
+            )
         self.close()
 
     def abort(self, why: str, tag: int = 0) -> None:
@@ -657,7 +660,10 @@ class Group:
         _native.core().epic_abort(self.context, tag, why.encode())
 
     def close(self) -> None:
-        """Wait for calls in flight, then close the group. Calling it again does nothing."""
+        """Wait for calls in flight, then close the group. Calling it again does nothing.
+
+        It also waits for `shrink` and `leave` in other threads.
+        """
         with lock:
             number, self.number = self.number, 0
             open_groups.discard(self)
@@ -670,7 +676,8 @@ class Group:
             with contextlib.suppress(RuntimeError):  # on a failed device nothing is in flight
                 torch.cuda.synchronize(self.device)
         LIBRARY.epic_torch_group_remove(number)
-        _native.core().epic_close(self.context)
+        with self.regrouping:
+            _native.core().epic_close(self.context)
         self.windows.clear()
 
     def __enter__(self) -> "Group":
@@ -758,6 +765,8 @@ def close_all() -> None:
     """
     num_ended = 0
     for group in list(open_groups):
+        if group.regrouping.locked():
+            continue  # the call may last longer than the process should
         num_inside = LIBRARY.epic_torch_group_drain(group.number, LAST_CALLS_MS)
         if num_inside:
             group.abort("its process ends while a thread of it is in a call")
