@@ -8,7 +8,7 @@ FUZZ_QUICK_SECONDS ?= 3
 FUZZ_CC ?= clang
 FUZZ_OUT = build/fuzz
 FUZZ_TARGETS = bootstrap_accept bootstrap_connect members open plan
-FUZZ_CFLAGS = -std=c11 -O1 -g -Wall -Wextra -Wpedantic -Werror -D_GNU_SOURCE -Iinclude -Isrc -I. \
+FUZZ_CFLAGS = -std=c11 -O1 -g1 -Wall -Wextra -Wpedantic -Werror -D_GNU_SOURCE -Iinclude -Isrc -I. \
 	-Itests -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 FUZZ_SOURCES = $(wildcard src/base/*.c src/rules/*.c src/context/*.c src/api/*.c src/bootstrap/*.c src/plan/*.c src/exchange/*.c src/host_ops/*.c \
 	src/backend/shared/*.c src/backend/self/*.c src/backend/threads/*.c \
