@@ -254,7 +254,10 @@ def run_losses(process: int, processes: int, port: int) -> None:
         num_experts=processes, num_logical=1, top_k=1, hidden=8, inner=4, drop_absent=True,
         balance_coeff=0.5, z_coeff=0.1, sum_order="by_rank",
     )  # fmt: skip
-    tokens = [np.random.default_rng(p).normal(size=(3 + 2 * p, 8)).astype(np.float32) for p in range(processes)]
+    tokens = [
+        np.random.default_rng(p).normal(size=(3 + 2 * p, 8)).astype(np.float32)
+        for p in range(processes)
+    ]
     weights = epic.jax.MoeWeights(
         jnp.ones((8, 1)), w_gate_up=jnp.ones((1, 8, 8)), w_down=jnp.ones((1, 4, 8))
     )
@@ -262,9 +265,7 @@ def run_losses(process: int, processes: int, port: int) -> None:
     def loss_of(x: Any) -> Any:
         gemm = epic.jax.gemm.best(1)
         table = jnp.zeros(processes, jnp.int32)
-        found = epic.jax.moe(
-            group, options, x, weights, grouped_gemm=gemm, logical_of_expert=table
-        )
+        found = epic.jax.moe(group, options, x, weights, grouped_gemm=gemm, logical_of_expert=table)
         return epic.jax.sum(group, found.loss[None])[0]
 
     def check(members: tuple[int, ...]) -> None:

@@ -2,8 +2,9 @@
 /* libepic_chaos.so, for EPIC_NET=chaos. The net is strict. Environment variables choose the
  * rest: EPIC_CHAOS_SEED; EPIC_CHAOS_DAMAGE (a chaos_damage); EPIC_CHAOS_SLOW=1,
  * EPIC_CHAOS_LATE=1 and EPIC_CHAOS_LAST=1 (chaos.h); EPIC_CHAOS_OUT_OF_REACH (0 is the first
- * host); EPIC_CHAOS_CUT=A,B (puts of host A to host B are lost). EPIC_CHAOS_STRICT=0 is for groups that are broken on purpose: warps of a kernel that
- * has given up may continue with the next round, whose rows no rank reads. */
+ * host); EPIC_CHAOS_CUT=A,B (puts of host A to host B are lost). EPIC_CHAOS_STRICT=0 is for
+ * groups that are broken on purpose: warps of a kernel that has given up may continue with the
+ * next round, whose rows no rank reads. */
 #include <stdio.h>
 #include <stdlib.h>
 

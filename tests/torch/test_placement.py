@@ -260,7 +260,7 @@ def test_copies() -> None:
 
 
 def test_state_of_another_table() -> None:
-    """A state that was saved before experts moved is refused, because its rows are other experts."""
+    """A state from before experts moved is refused, because its rows are other experts."""
     bootstraps = epic.torch.threads(2)
 
     def run(rank: int) -> None:

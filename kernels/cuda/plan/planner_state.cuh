@@ -225,9 +225,9 @@ struct TokenLanes {
     }
 };
 
-/* Only in backend `hosts`, without lists (plan/record_lists.cuh): completes the records that this warp has just stored for rank q, so
- * that they can be sent. A record contains the slots of one token on rank q. `count`: number of
- * words in the record of this lane's token.
+/* Only in backend `hosts`, without lists (plan/record_lists.cuh): completes the records that
+ * this warp has just stored for rank q, so that they can be sent. A record contains the slots of
+ * one token on rank q. `count`: number of words in the record of this lane's token.
  *
  * If tokens have at most 32 choices, post_put_plan() later sends the records of the whole CTA
  * with one put (copy over the net). This put sends all top_k words of each record, and the

@@ -61,9 +61,9 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
 /* Calls keep(source, first, stop) for each group of tokens that this warp handles, among the
  * tokens [begin, end) of all ranks. A group has 32 / top_k tokens (at least one) of one rank.
  * keep() copies the records of the group. source: rank of the tokens. first: first token of the
- * group. stop: the tokens of rank `source` in [begin, end) end before this token. `tokens_of`: number of tokens of each rank. `warps`: number of warps that share the
- * work. `warp`: index of the calling warp among these warps. If keep() returns false, stops and
- * returns false. */
+ * group. stop: the tokens of rank `source` in [begin, end) end before this token. `tokens_of`:
+ * number of tokens of each rank. `warps`: number of warps that share the work. `warp`: index of
+ * the calling warp among these warps. If keep() returns false, stops and returns false. */
 template <class Keep>
 __device__ __forceinline__ bool
 for_each_token_group(const p2p_plan_job &job, const RankNumbers &tokens_of, int warp, int warps,

@@ -93,9 +93,7 @@ def check_held(own: Tensor, other: Tensor) -> None:
     """
     if other.is_meta or other.tolist() == own.tolist():
         return
-    found = (
-        f"the state contains {format_experts(other)}, and this rank has {format_experts(own)}: "
-    )
+    found = f"the state contains {format_experts(other)}, and this rank has {format_experts(own)}: "
     if other.tolist()[:3] == own.tolist()[:3]:
         raise EpicArgumentError(
             found + "must have the same table logical_of_expert; load each expert by its logical id"
