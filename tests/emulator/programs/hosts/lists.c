@@ -13,10 +13,10 @@
 #include "case.h"
 
 enum {
-    TOKENS = 40,
-    ROUND = 16,  /* tokens of a round, with the argument `rounds` */
-    EXPERTS = 4, /* per rank */
-    ROW = 32,
+    TOKENS = 100, /* more than 64, so that a rank has several planner CTAs */
+    ROUND = 32,   /* tokens of a round, with the argument `rounds` */
+    EXPERTS = 4,  /* per rank */
+    ROW = 16,
     ANNOUNCEMENT = 32,
     ENTRY_MOST_WORDS = 4096 /* largest number of words of an entry of the ring */
 };
