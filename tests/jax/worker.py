@@ -246,7 +246,7 @@ def run_shrink(process: int, processes: int, port: int) -> None:
 
 
 def run_losses(process: int, processes: int, port: int) -> None:
-    """Processes with different numbers of tokens; the losses of grouped_gemm are those of all."""
+    """Processes with different numbers of tokens; the losses are those of the tokens of all."""
     group = epic.jax.open(
         ranks=[process], num_ranks=processes, bootstrap=epic.jax.Tcp(port=port), **SIZES
     )
@@ -273,13 +273,25 @@ def run_losses(process: int, processes: int, port: int) -> None:
         wanted = 0.5 + 0.1 * np.square(z).mean()  # one logical expert has probability 1
         assert reference.relative(program(tokens[process]), wanted) < 1e-5
 
-    program = jax.jit(loss_of)
+    def find(x: Any) -> Any:
+        table = jnp.zeros(processes, jnp.int32)
+        return epic.jax.find_non_finite(group, options, x, weights, logical_of_expert=table)
+
+    program, find = jax.jit(loss_of), jax.jit(find)
     check(tuple(range(processes)))
     if process == 0:
         group.leave()
     else:
         group.shrink()
         check(tuple(range(1, processes)))
+        epic.jax.check_finite({"layer": find(tokens[process])})
+        try:
+            epic.jax.check_finite(
+                {"layer": find(tokens[process] + (np.nan if process == 2 else 0))}
+            )
+        except epic.jax.EpicNonFiniteError as error:
+            assert (error.rank, error.token) == (2, 0), error
+            say("found")
         group.close()
     say("right")
 

@@ -80,3 +80,24 @@ def test_invariance() -> None:
         return "gate" not in largest
 
     assert run_without((0,), work) == [True] * 3
+
+
+def test_finite() -> None:
+    """The search for a NaN drops the choices of absent experts, as the layer does."""
+
+    def work(group: epic.torch.Group) -> None:
+        options = epic.torch.Moe.of(
+            num_experts=RANKS, num_logical=RANKS, top_k=2, hidden=8, inner=16, drop_absent=True,
+            sum_order="by_rank",
+        )  # fmt: skip
+        placement = epic.torch.Placement(group, options.layer)
+        layer = epic.torch.MoE(group, options, logical_of_expert=placement)
+        assert placement.absent == (1,)
+        if group.rank == 2:
+            with torch.no_grad():
+                layer.w_down.fill_(torch.nan)
+        found = pytest.raises(epic.torch.EpicNonFiniteError, match="expert 2; look at the weights")
+        with found, epic.torch.check_finite(layer):
+            layer(numbers(group.rank, 9, 8))
+
+    run_without((1,), work)

@@ -99,8 +99,11 @@ def find_non_finite(group: Group, options: Moe, x: Any, weights: MoeWeights, **m
     found = [first_row(INPUT, rows), first_row(LOGITS, logits), first_row(OUTPUT, out.out)]
     found += search_experts(group, options, x, weights, out.routing, more)
     mine = first_finding(jnp.stack(found))
+    # Ranks that have left the group add zeros, which must mean that they have found nothing.
+    mine = mine.at[0].add(-NOTHING)
     table = jnp.zeros((group.num_ranks, 3), jnp.float32).at[rank].set(mine.astype(jnp.float32))
     every = sum_over_ranks(group, table, channel=more.get("channel")).astype(jnp.int32)
+    every = every.at[:, 0].add(NOTHING)
     worst = jnp.argmin(every[:, 0])
     stage, token, expert = every[worst]
     return jnp.stack([stage, worst.astype(jnp.int32), token, expert])[None]

@@ -288,6 +288,7 @@ class Call:
             1,
             alignment=options.layer.alignment,
             num_logical=options.layer.num_logical,
+            drop_absent=options.layer.drop_absent,
         )
         late = options.experts.weighting == "late"
         x = self.rows.clone().requires_grad_(backward)
