@@ -221,6 +221,8 @@ def test_arguments() -> None:
         for wrong, table, sentence in cases:
             with pytest.raises(epic.torch.EpicArgumentError, match=sentence):
                 make(group, wrong, table)
+        with pytest.raises(epic.torch.EpicArgumentError, match="layer is a Moe: must be a Layer"):
+            make(group, options_of(4))  # type: ignore[arg-type]
         with pytest.raises(epic.torch.EpicUnsupportedError, match='sum_order is "tree"'):
             make(group, layer(4, 1, num_logical=2, sum_order="tree"))
         with pytest.raises(epic.torch.EpicArgumentError, match="num_experts is 4: must be a mult"):
@@ -257,6 +259,16 @@ def test_copies() -> None:
         assert other.logical_of_expert is placement.logical_of_expert
         assert "logical_of_expert" not in layer.state_dict()
         assert torch.equal(layer.w_down[0], layer.w_down[2])
+
+
+def test_inference_mode() -> None:
+    """A placement that was made in inference mode can be restored outside of it."""
+    group = stub(2, (0, 1))
+    with torch.inference_mode():
+        placement = epic.torch.Placement(group, epic.torch.Layer(4, 1, num_logical=2))
+    group.members.ranks = (0,)
+    placement.restore(lambda *_: None)
+    assert placement.logical_of_expert.tolist() == [0, 1, -1, -1]
 
 
 def test_state_of_another_table() -> None:

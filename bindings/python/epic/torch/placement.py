@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.options import Layer, check_int
+from epic.options import Layer, check_int, check_kind
 from epic.torch.groups import Group
 
 ABSENT = -1  # EPIC_ABSENT: the expert is a replica of no logical expert
@@ -59,6 +59,7 @@ class Placement:
     def __init__(
         self, group: Group, layer: Layer, logical_of_expert: Sequence[int] | None = None
     ) -> None:
+        check_kind("layer", layer, Layer)
         if not layer.num_logical:
             raise EpicArgumentError(
                 "num_logical is 0: must be above 0; without replicas, pass the number of experts"
@@ -82,7 +83,8 @@ class Placement:
             for expert, logical in enumerate(logical_of_expert)
         ]
         self.check_table(table)
-        self.logical_of_expert = torch.tensor(table, dtype=torch.int32, device=group.device)
+        with torch.inference_mode(False):  # so that restore can change it outside of inference mode
+            self.logical_of_expert = torch.tensor(table, dtype=torch.int32, device=group.device)
 
     def check_table(self, table: list[int]) -> None:
         """Raise an error for a first table that does not fit the layer."""
