@@ -59,6 +59,9 @@ def test_writer_refuses(tmp_path: Path) -> None:
     """Check that wrong arguments are named, and that nothing is written then."""
     with pytest.raises(epic.EpicArgumentError, match="rank is 2: must be from 0 to 1"):
         epic.TraceWriter(tmp_path, rank=2, num_ranks=2)
+    with pytest.raises(epic.EpicArgumentError, match=r"rank is 0.0: must be an integer"):
+        epic.TraceWriter(tmp_path, rank=0.0, num_ranks=2)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
     with epic.TraceWriter(tmp_path, rank=0, num_ranks=1) as writer:
         for ids, text in (
             (torch.zeros(2, dtype=torch.int32), r"int32 \[2\]: must be integers"),
@@ -68,3 +71,13 @@ def test_writer_refuses(tmp_path: Path) -> None:
             with pytest.raises(epic.EpicArgumentError, match=text):
                 writer.write(ids, num_experts=8)
     assert epic.read_trace(tmp_path) == [[]]
+
+
+def test_files_of_two_runs(tmp_path: Path) -> None:
+    """Check that files of an earlier run with more ranks are an error, not an empty trace."""
+    for ranks in (3, 2):
+        for rank in range(ranks):
+            with epic.TraceWriter(tmp_path, rank=rank, num_ranks=ranks) as writer:
+                writer.write(torch.zeros(1, 1, dtype=torch.int64), num_experts=4)
+    with pytest.raises(epic.EpicArgumentError, match="files of groups of 2 and 3 ranks"):
+        epic.read_trace(tmp_path)

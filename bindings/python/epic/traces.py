@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from epic.errors import EpicArgumentError
+from epic.options import check_int
 
 MOST = 65536  # largest number of ranks and of experts in a placement
 
@@ -144,7 +145,8 @@ def read_trace(
         are left out.
 
     Raises:
-        EpicArgumentError: The folder has no trace or several groups, or a file is not a trace.
+        EpicArgumentError: The folder has no trace, several groups, or files of runs with different
+            numbers of ranks, or a file is not a trace.
 
     Example:
         layers = epic.read_trace("/tmp/run", num_layers=2)
@@ -160,8 +162,13 @@ def read_trace(
             f"{path} has {len(ids)} groups{' ' + ', '.join(ids) if ids else ''}: must have one, "
             "from EPIC_TRACE; pass group= to select one"
         )
-    if num_layers < 1:
-        raise EpicArgumentError(f"num_layers is {num_layers}: must be 1 or more")
+    check_int("num_layers", num_layers, 1)
+    sizes = sorted({f.num_ranks for f in files})
+    if len(sizes) != 1:
+        raise EpicArgumentError(
+            f"{path} has files of groups of {sizes[0]} and {sizes[1]} ranks: must be of one run; "
+            "remove the files of the other run"
+        )
     ranks = {f.rank: f.plans for f in files}
     complete = len(ranks) == files[0].num_ranks
     keys = set.intersection(*(set(plans) for plans in ranks.values())) if complete else set()
@@ -236,7 +243,7 @@ class TraceWriter:
         group: Name of the group. A folder has one trace for each name.
 
     Raises:
-        EpicArgumentError: rank is not below num_ranks.
+        EpicArgumentError: rank is not below num_ranks, or an argument has a wrong type.
         OSError: The file cannot be written.
 
     Example:
@@ -250,7 +257,8 @@ class TraceWriter:
     def __init__(
         self, path: str | os.PathLike[str], *, rank: int, num_ranks: int, group: str = "epic"
     ) -> None:
-        if not 0 <= rank < num_ranks:
+        num_ranks, rank = check_int("num_ranks", num_ranks, 1), check_int("rank", rank)
+        if rank >= num_ranks:
             raise EpicArgumentError(
                 f"rank is {rank}: must be from 0 to {num_ranks - 1}, because num_ranks is "
                 f"{num_ranks}"
@@ -280,6 +288,8 @@ class TraceWriter:
         Raises:
             EpicArgumentError: topk_idx has another shape or type, or an id is not an expert.
         """
+        num_experts = check_int("num_experts", num_experts, 1)
+        alignment = check_int("alignment", alignment, 1)
         ids = np.asarray(topk_idx.detach().cpu() if hasattr(topk_idx, "detach") else topk_idx)
         if ids.ndim != 2 or ids.dtype.kind not in "iu":
             raise EpicArgumentError(
