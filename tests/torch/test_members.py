@@ -126,12 +126,20 @@ def test_arguments() -> None:
         epic.torch.Group(num_ranks=1, **SIZES, can_shrink=True, backend="self")
     with epic.torch.Group(num_ranks=1, **SIZES, can_shrink=True) as group:
         assert group.backend == "threads" and group.shrink().ranks == (0,)
+        only: Any = torch.tensor([0])
+        assert group.shrink(only=only, authority=1).ranks == (0,)
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
         assert group.members.ranks == (0,)
         with pytest.raises(epic.torch.EpicError, match=r'can_shrink is False, .*"self": only'):
             group.shrink()
         with pytest.raises(epic.EpicArgumentError, match="only contains 1: must"):
             group.shrink(only=[1], authority=1)
+        for only in (0, [True], ["0"], [0.0], [[0]]):
+            with pytest.raises(epic.EpicArgumentError, match=r"only (is|contains) .*: must"):
+                group.shrink(only=only, authority=1)  # type: ignore[arg-type]
+        for wrong in ({"only": [0]}, {"authority": 1}):
+            with pytest.raises(epic.EpicArgumentError, match="must both be passed, or none"):
+                group.shrink(**wrong)
         with pytest.raises(epic.EpicArgumentError, match="patience_ms is -1"):
             group.shrink(patience_ms=-1)
 

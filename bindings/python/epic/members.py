@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from epic import _native
 from epic.errors import EpicArgumentError
-from epic.options import check_kind
+from epic.options import check_int, check_kind
 
 WORD = 64  # ranks in one element of a set of the core
 
@@ -46,12 +46,16 @@ def ranks_of(words: Iterable[int]) -> tuple[int, ...]:
 def words_of(ranks: Iterable[int], num_ranks: int) -> ctypes.Array[ctypes.c_uint64]:
     """Return the set of the core that contains the ranks."""
     words = [0] * (-(-num_ranks // WORD))
+    if not isinstance(ranks, Iterable):
+        raise EpicArgumentError(f"only is {ranks!r}: must be a list of ranks")
     for rank in ranks:
-        if not isinstance(rank, int) or not 0 <= rank < num_ranks:
+        try:
+            number = check_int("only", rank, most=num_ranks - 1)
+        except EpicArgumentError:
             raise EpicArgumentError(
                 f"only contains {rank!r}: must contain ranks from 0 to {num_ranks - 1}"
-            )
-        words[rank // WORD] |= 1 << rank % WORD
+            ) from None
+        words[number // WORD] |= 1 << number % WORD
     return (ctypes.c_uint64 * len(words))(*words)
 
 
@@ -121,6 +125,10 @@ def regroup(
         authority: As for Group.shrink.
         leaving: Whether this rank leaves the group.
     """
+    if (only is None) != (authority == 0):
+        raise EpicArgumentError(
+            f"only is {only!r} and authority is {authority}: must both be passed, or none of them"
+        )
     words = None if only is None else words_of(only, num_ranks)
     args = _native.RegroupArgs(
         step=step,

@@ -188,7 +188,7 @@ class Group:
                 step=check_int("step", step, least=-INT64_MAX, most=INT64_MAX),
                 patience_ms=check_int("patience_ms", patience_ms),
                 min_members=check_int("min_members", min_members),
-                only=None if only is None else tuple(only),
+                only=list(only) if isinstance(only, Iterable) else only,
                 authority=check_int("authority", authority, most=INT64_MAX),
             )
 
