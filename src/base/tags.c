@@ -113,8 +113,12 @@ epic_result tags_pause(tag_table *table)
 {
     pthread_mutex_lock(&table->mutex);
     const uint32_t in_flight = table->in_flight;
+    const bool is_paused = !table->max_in_flight;
     if (!in_flight) table->max_in_flight = 0;
     pthread_mutex_unlock(&table->mutex);
+    if (is_paused)
+        return epic_fail(EPIC_EINVAL, "epic_regroup is running on this rank: must have ended; "
+                                      "wait for it");
     if (!in_flight) return EPIC_OK;
     return epic_fail(EPIC_EINVAL,
                      "%u operations are in flight on this rank: must be 0; wait for them",

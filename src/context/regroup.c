@@ -339,6 +339,10 @@ static epic_result finish_call(epic_context *ctx, const epic_regroup_args *args)
     list_missing(ctx, names, sizeof names);
     switch (m->state) {
     case MEMBERS_TOO_FEW:
+        if (args->min_members <= 1)
+            return epic_fail(EPIC_EPEER,
+                             "every member leaves: at least one must remain; close the group "
+                             "instead, or call again");
         return epic_fail(EPIC_EPEER,
                          "min_members is %u: fewer members would remain; call again, or pass a "
                          "smaller one",
