@@ -101,6 +101,18 @@ def test_since_refuses_other_ranks() -> None:
         second.since(first)
 
 
+def test_since_refuses_later_results() -> None:
+    """A result from before the group was opened again would give negative counts."""
+    before, now = (
+        epic.Waits("a", 0, 1, (epic.Wait("plan", 0, count, 0.0, 0.0),)) for count in (2, 1)
+    )
+    assert before.since(now).table[0].num_operations == 1
+    with pytest.raises(epic.EpicArgumentError, match="earlier counts more operations of group 'a'"):
+        now.since(before)
+    with pytest.raises(epic.EpicArgumentError, match="earlier is a str: must be a Waits"):
+        now.since("a")  # type: ignore[arg-type]
+
+
 def test_one_rank() -> None:
     """A group of one rank waits for no rank."""
     with epic.torch.Group(num_ranks=1, **SIZES) as group:

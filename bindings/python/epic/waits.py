@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from epic import _native
 from epic.errors import EpicArgumentError
+from epic.options import check_kind
 
 # The operations of epic_operation that ranks make together, from the number 2 on.
 OPERATIONS = (
@@ -83,14 +84,22 @@ class Waits:
             The differences of all counts and times.
 
         Raises:
-            EpicArgumentError: The earlier result is of another rank or group.
+            EpicArgumentError: The earlier result is of another rank or group, or was read later,
+                or before the group was closed and opened again.
         """
+        check_kind("earlier", earlier, Waits)
         own, other = ((w.group, w.rank, w.num_ranks) for w in (self, earlier))
         if own != other:
             raise EpicArgumentError(
                 f"earlier is of group {earlier.group!r}, rank {earlier.rank} of "
                 f"{earlier.num_ranks}: must be of group {self.group!r}, rank {self.rank} of "
                 f"{self.num_ranks}"
+            )
+        pairs = list(zip(self.table, earlier.table, strict=True))
+        if any(now.num_operations < then.num_operations for now, then in pairs):
+            raise EpicArgumentError(
+                f"earlier counts more operations of group {self.group!r} than this: must be an "
+                "earlier result of the same open group; read it again after the group is opened"
             )
         return replace(
             self,
@@ -102,7 +111,7 @@ class Waits:
                     now.seconds - then.seconds,
                     now.alone_seconds - then.alone_seconds,
                 )
-                for now, then in zip(self.table, earlier.table, strict=True)
+                for now, then in pairs
             ),
         )
 
