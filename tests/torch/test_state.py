@@ -131,12 +131,12 @@ def test_a_state_on_meta() -> None:
 # -------------------------------------------------- torch.distributed.checkpoint ----
 
 
-def refused(call: Callable[[], Any]) -> None:
+def refused(call: Callable[[], Any], why: str = "epic.torch.sharded_state") -> None:
     """Check the text of the error, which torch.distributed.checkpoint may wrap."""
     try:
         call()
     except BaseException as error:
-        assert "epic.torch.sharded_state" in str(error), error
+        assert why in str(error), error
     else:
         raise AssertionError("it was loaded")
 
@@ -166,6 +166,43 @@ def plain_checkpoints(rank: int, folder: str) -> None:
 def test_plain_checkpoints(world: Any, tmp_path: Path) -> None:
     """Run the checks in several processes."""
     world.run(plain_checkpoints, str(tmp_path))
+
+
+def replica_tables(rank: int, folder: str) -> None:
+    """Save layers with replicas on all ranks. Loading with another table is refused."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    options = epic.torch.Moe.of(num_experts=8, num_logical=4, top_k=2, hidden=16, inner=8)
+    tables = [[e % 4 for e in range(8)], [e // 2 for e in range(8)]]
+    with epic.torch.Group(mesh, **SIZES) as group:
+
+        def made(which: int, placed: bool, seed: int) -> MoE:
+            table: Any = tables[which]
+            if placed:
+                table = epic.torch.Placement(group, options.layer, table)
+            layer = MoE(group, options, logical_of_expert=table)
+            layer.reset_parameters(seed)
+            return layer
+
+        for placed in (False, True):
+            for kind in ("sharded", "training"):
+
+                def state_of(layer: MoE, kind: str = kind) -> dict[str, Any]:
+                    if kind == "sharded":
+                        return epic.torch.sharded_state(layer, mesh)
+                    return {"train": epic.torch.TrainingState(torch.nn.Sequential(layer), mesh)}
+
+                where = {"checkpoint_id": f"{folder}/{kind}{placed}"}
+                saved, same = made(0, placed, 1), made(0, placed, 2)
+                dcp.save(state_of(saved), **where)
+                dcp.load(state_of(same), **where)
+                assert all(map(torch.equal, saved.parameters(), same.parameters()))
+                why = f"logical_of_expert {tables[0]}, and the layer has {tables[1]}"
+                refused(lambda: dcp.load(state_of(made(1, placed, 2)), **where), why)  # noqa: B023
+
+
+def test_checkpoints_with_replicas(world: Any, tmp_path: Path) -> None:
+    """Check checkpoints of layers with the same and with another table of replicas."""
+    world.run(replica_tables, str(tmp_path))
 
 
 def sharded_states(rank: int) -> None:

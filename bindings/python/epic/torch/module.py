@@ -27,6 +27,7 @@ from epic.torch.state import (
     held_experts,
     is_of_experts,
     mark_experts,
+    replica_table,
 )
 from epic.torch.sums import sum as sum_over_ranks
 
@@ -510,7 +511,8 @@ def sharded_state(layer: MoE, mesh: Any) -> dict[str, Any]:
 
     The DTensors share the memory of the layer. The parameters of experts are sharded over the ranks
     of the group, and all other tensors are replicated on them. So a different number of ranks can
-    load the checkpoint.
+    load the checkpoint. With replicas the state also contains the table logical_of_expert, and
+    loading into a layer with another table raises an `EpicArgumentError`.
 
     Args:
         layer: The layer.
@@ -536,7 +538,10 @@ def sharded_state(layer: MoE, mesh: Any) -> dict[str, Any]:
         more = {"run_check": False, "shape": shape, "stride": stride}
         return DTensor.from_local(mine, mesh, placements, **more)
 
-    return {name: place(name, v) for name, v in layer.state_dict().items() if name != EXTRA}
+    state = {name: place(name, v) for name, v in layer.state_dict().items() if name != EXTRA}
+    if layer.logical_of_expert is not None:
+        state["logical_of_expert"] = replica_table(layer.logical_of_expert)
+    return state
 
 
 def local_and_placements(

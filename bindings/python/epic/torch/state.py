@@ -41,14 +41,10 @@ def is_of_experts(name: str) -> bool:
 # ------------------------------------------------------------------ which experts ----
 
 
-class HeldExperts(Tensor):
-    """The numbers of the experts in a state_dict: int64 [first, count, num_experts, ...].
+class CheckedTensor(Tensor):
+    """A tensor into which only equal values may be copied. Others show that a state does not fit.
 
-    With replicas the logical expert of each of these experts follows.
-
-    torch.save, safetensors and torch.distributed.checkpoint save it as a plain tensor. Copying
-    other numbers into it is an error: in dcp.load(layer.state_dict()) they show that the checkpoint
-    has the experts of another rank.
+    torch.save, safetensors and torch.distributed.checkpoint save it as a plain tensor.
     """
 
     @classmethod
@@ -56,7 +52,7 @@ class HeldExperts(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.copy_ and isinstance(args[0], cls):
-            check_held(args[0], args[1])
+            args[0].check(args[1])
         return super().__torch_function__(func, types, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -64,6 +60,40 @@ class HeldExperts(Tensor):
 
     def __deepcopy__(self, _: Any) -> Tensor:
         return self.clone()
+
+    def check(self, other: Tensor) -> None:
+        """Raise an error if `other` has other values. One on "meta" has none, so it passes."""
+        raise NotImplementedError
+
+
+class HeldExperts(CheckedTensor):
+    """The numbers of the experts in a state_dict: int64 [first, count, num_experts, ...].
+
+    With replicas the logical expert of each of these experts follows. In
+    dcp.load(layer.state_dict()) other numbers show that the checkpoint has the experts of another
+    rank.
+    """
+
+    def check(self, other: Tensor) -> None:
+        """Raise an error if `other` contains other experts."""
+        check_held(self, other)
+
+
+class ReplicaTable(CheckedTensor):
+    """The table logical_of_expert of a layer: int64 [num_experts].
+
+    The parameters of experts in a checkpoint are those of the experts in its table.
+    """
+
+    def check(self, other: Tensor) -> None:
+        """Raise an error if `other` is another table."""
+        if other.is_meta or other.tolist() == self.tolist():
+            return
+        raise EpicArgumentError(
+            f"the checkpoint has logical_of_expert {other.tolist()}, and the layer has "
+            f"{self.tolist()}: must be equal, because rows of its parameters are experts; make the "
+            "layer with the table of the checkpoint"
+        )
 
 
 def held_experts(group: Group, num_experts: int, logical: Iterable[int] = ()) -> HeldExperts:
@@ -77,6 +107,13 @@ def held_experts(group: Group, num_experts: int, logical: Iterable[int] = ()) ->
     count = num_experts // group.num_ranks
     held = torch.tensor([group.rank * count, count, num_experts, *logical], device="cpu")
     return held.as_subclass(HeldExperts)
+
+
+def replica_table(logical_of_expert: Tensor) -> ReplicaTable:
+    """Return the table of a layer as an entry of a checkpoint."""
+    on_meta = logical_of_expert.is_meta
+    table = logical_of_expert if on_meta else logical_of_expert.to("cpu", torch.int64, copy=True)
+    return table.as_subclass(ReplicaTable)
 
 
 def format_experts(held: Tensor) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.torch.module import MoE, local_and_placements
-from epic.torch.state import EXTRA, adapters_of_experts, is_of_experts
+from epic.torch.state import EXTRA, adapters_of_experts, is_of_experts, replica_table
 
 
 class TrainingState:
@@ -25,7 +25,8 @@ class TrainingState:
     It has only references to the model and the optimizer, no copies. dcp.save calls its state_dict
     method. dcp.load writes into the parameters and into the state of the optimizer. Between saving
     and loading, the number of ranks of the group may change, and also the sizes of the other
-    dimensions of the mesh.
+    dimensions of the mesh. With replicas, dcp.load raises an `EpicArgumentError` if the checkpoint
+    has another table logical_of_expert than the model.
 
     Args:
         model: A model with `MoE` layers, or a `MoE`; also a model whose blocks `replace_moe` has
@@ -85,6 +86,10 @@ class TrainingState:
             for name, value in self.model.state_dict().items()
             if name.rsplit(".", 1)[-1] != EXTRA
         }
+        for prefix, layer in self.layers():
+            if layer.logical_of_expert is not None:
+                name = f"{prefix}.logical_of_expert" if prefix else "logical_of_expert"
+                model[name] = replica_table(layer.logical_of_expert)
         state: dict[str, Any] = {"model": model, "loads": self.sum_loads()}
         if self.optimizer is not None:
             fill_missing_state(self.optimizer)
