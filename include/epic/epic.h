@@ -1972,8 +1972,8 @@ typedef struct epic_regroup_args {
     uint32_t flags;       /* must be 0 */
     uint64_t authority;   /* 0: the ranks decide which members remain.  Else a program outside
                               of the group decides, for example an orchestrator, and this is
-                              the number of its decision.  A later decision needs a higher
-                              number */
+                              the number of its decision.  A later decision for the same
+                              generation needs a higher number */
     const uint64_t *only; /* [(num_ranks + 63) / 64] with authority: set of the ranks that
                               remain; else NULL */
 } epic_regroup_args;

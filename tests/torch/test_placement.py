@@ -259,6 +259,12 @@ def test_copies() -> None:
         assert other.logical_of_expert is placement.logical_of_expert
         assert "logical_of_expert" not in layer.state_dict()
         assert torch.equal(layer.w_down[0], layer.w_down[2])
+        x = torch.ones(3, HIDDEN)
+        found = [
+            epic.torch.moe(group, options, x, layer.weights(), logical_of_expert=table).out
+            for table in (placement, placement.logical_of_expert)
+        ]
+        assert torch.equal(*found)
 
 
 def test_inference_mode() -> None:

@@ -48,8 +48,9 @@ def clip_grad_norm_(
     """Clip the gradients of a model, in place, by a total norm that is equal on all ranks.
 
     The total norm covers the gradients of all experts of all ranks. It counts the gradient of each
-    parameter that all ranks share once, not once for each rank. As in torch, every gradient is
-    multiplied by min(1, max_norm / (total norm + 1e-6)).
+    parameter that all ranks share once, not once for each rank. Replicas of a logical expert count
+    one by one, so the norm depends on their number. As in torch, every gradient is multiplied by
+    min(1, max_norm / (total norm + 1e-6)).
 
     Collective: every rank of the group calls it, after backward and after sum_gradients().
 

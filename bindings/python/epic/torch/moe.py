@@ -784,8 +784,8 @@ def moe(
         table: Integers [rows, top_k]: experts by token id, which replace the router's choice.
         rank_of_expert: Integers [num_experts]: the rank that owns each expert. None: contiguous
             blocks. Needs options.capacity.
-        logical_of_expert: Integers [num_experts], with options.layer.num_logical: the logical
-            expert that each expert is a replica of.
+        logical_of_expert: With options.layer.num_logical, integers [num_experts] or a `Placement`:
+            the logical expert that each expert is a replica of.
         capacity_limit: A 0-d int32 tensor on the device of x. The rank then has min(capacity,
             capacity_limit) slots, at least one. Forward reads it on the device, so each replay of a
             CUDA graph uses its value at that time.

@@ -237,9 +237,10 @@ def tables_of(layer: Layer, ranks: Any, logical: Any, like: Tensor) -> tuple[Any
     Args:
         layer: The layer.
         ranks: rank_of_expert, or None.
-        logical: logical_of_expert, or None.
+        logical: logical_of_expert, a Placement, or None.
         like: A tensor on the device of the results.
     """
+    logical = getattr(logical, "logical_of_expert", logical)
     if bool(layer.num_logical) != (logical is not None):
         raise EpicArgumentError(
             f"logical_of_expert is {'None' if logical is None else 'given'} and num_logical is "

@@ -88,9 +88,9 @@ def plan(
             so each replay of a CUDA graph uses its value at that time. Not with EXACT or out.
         rank_of_expert: Integers [num_experts]: the rank that owns each expert. It needs capacity
             and num_local_experts. None: rank r owns the r-th contiguous block of experts.
-        logical_of_expert: Integers [num_experts], with layer.num_logical: the logical expert of
-            which each expert is a replica. topk_idx then contains ids of logical experts, and the
-            replicas of a logical expert receive its choices round-robin.
+        logical_of_expert: With layer.num_logical, integers [num_experts] or a `Placement`: the
+            logical expert of which each expert is a replica. topk_idx then contains ids of logical
+            experts, and the replicas of a logical expert receive its choices round-robin.
         num_local_experts: Largest number of experts of a rank, with rank_of_expert.
         tag: Calls with equal tags run in the same order on every rank. Threads of one process use
             different tags.
