@@ -71,20 +71,15 @@ const char *epic_error(const epic_context *ctx)
     return sentence;
 }
 
-static const char *const result_names[] = {
-    "EPIC_OK",       "EPIC_EINVAL",  "EPIC_ENOMEM",    "EPIC_ENOTSUP",
-    "EPIC_ETIMEOUT", "EPIC_EDEVICE", "EPIC_EOVERFLOW", "EPIC_EMISMATCH",
-    "EPIC_EPEER",    "EPIC_ECLOSED", "EPIC_EEVICTED",
-};
-
-bool epic_is_result(int64_t code)
-{
-    return code >= 0 && code < (int64_t)(sizeof result_names / sizeof *result_names);
-}
-
 const char *epic_result_name(epic_result result)
 {
-    return epic_is_result((int)result) ? result_names[result] : "unknown epic_result";
+    static const char *const names[] = {
+        "EPIC_OK",       "EPIC_EINVAL",  "EPIC_ENOMEM",    "EPIC_ENOTSUP",
+        "EPIC_ETIMEOUT", "EPIC_EDEVICE", "EPIC_EOVERFLOW", "EPIC_EMISMATCH",
+        "EPIC_EPEER",    "EPIC_ECLOSED", "EPIC_EEVICTED",
+    };
+    _Static_assert(sizeof names / sizeof *names == EPIC_EEVICTED + 1, "a name for each result");
+    return epic_is_result((int)result) ? names[result] : "unknown epic_result";
 }
 
 uint32_t epic_version(void)

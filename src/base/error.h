@@ -22,7 +22,10 @@ epic_fail(epic_result result, const char *format, ...);
 const char *epic_sentence(void);
 
 /* Returns whether `code` is a value of epic_result. */
-bool epic_is_result(int64_t code);
+static inline bool epic_is_result(int64_t code)
+{
+    return (uint64_t)code <= EPIC_EEVICTED;
+}
 
 /* Copies an error text to `out`, which has `size` bytes. If the text does not fit, " ... "
  * replaces its middle. The middle is cut out because the beginning of an error text contains

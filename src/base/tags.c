@@ -112,13 +112,10 @@ void tags_end(tag_table *table, uint64_t tag)
 epic_result tags_pause(tag_table *table)
 {
     pthread_mutex_lock(&table->mutex);
-    const uint32_t in_flight = table->in_flight;
-    const bool is_paused = !table->max_in_flight;
+    const uint32_t in_flight = table->in_flight, before = table->max_in_flight;
     if (!in_flight) table->max_in_flight = 0;
     pthread_mutex_unlock(&table->mutex);
-    if (is_paused)
-        return epic_fail(EPIC_EINVAL, "epic_regroup is running on this rank: must have ended; "
-                                      "wait for it");
+    if (!before) return epic_fail(EPIC_EINVAL, "epic_regroup is running: wait for its end");
     if (!in_flight) return EPIC_OK;
     return epic_fail(EPIC_EINVAL,
                      "%u operations are in flight on this rank: must be 0; wait for them",

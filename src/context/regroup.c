@@ -339,14 +339,9 @@ static epic_result finish_call(epic_context *ctx, const epic_regroup_args *args)
     list_missing(ctx, names, sizeof names);
     switch (m->state) {
     case MEMBERS_TOO_FEW:
-        if (args->min_members <= 1)
-            return epic_fail(EPIC_EPEER,
-                             "every member leaves: at least one must remain; close the group "
-                             "instead, or call again");
         return epic_fail(EPIC_EPEER,
-                         "min_members is %u: fewer members would remain; call again, or pass a "
-                         "smaller one",
-                         args->min_members);
+                         "min_members is %u: fewer would remain; lower it, or close the group",
+                         args->min_members ? args->min_members : 1);
     case MEMBERS_NO_QUORUM:
         return epic_fail(EPIC_EPEER,
                          "no quorum: %s did not come and may live; more than half of the %d "

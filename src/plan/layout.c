@@ -228,7 +228,7 @@ const char *plan_damage_name(int damage)
     case PLAN_OUT_OF_RANGE:
         return "an entry is out of range";
     case PLAN_WRONG_RANK:
-        return "it belongs to another group or rank, or is from before epic_regroup";
+        return "it is from another group or rank, or from before epic_regroup";
     default:
         return "nothing is wrong with it";
     }

@@ -432,7 +432,7 @@ static void refused(const epic_bootstrap *bootstrap, void *self)
         for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
             check_failed(ctx, epic_regroup(ctx, &bad[i].args, NULL), EPIC_EINVAL, bad[i].why);
         const epic_regroup_args leaving = {.leaving = true};
-        check_failed(ctx, epic_regroup(ctx, &leaving, NULL), EPIC_EPEER, "every member leaves");
+        check_failed(ctx, epic_regroup(ctx, &leaving, NULL), EPIC_EPEER, "close the group");
         CHECK(tags_pause(&ctx->tags) == EPIC_OK); /* as epic_regroup in another thread */
         check_failed(ctx, epic_regroup(ctx, &leaving, NULL), EPIC_EINVAL, "is running");
         tags_restart(&ctx->tags, ctx->config.max_in_flight);
