@@ -179,7 +179,7 @@ void info_machine(FILE *to, const char *sysfs, bool with_variables)
     print_backends(to);
     print_plugin(to, "backend mpi  ", "libepic_mpi.so", "epic_backend_mpi", describe_backend);
     print_gpu_backends(to);
-    print_plugin(to, "net ucx     ", "libepic_ucx.so", "epic_net_ucx", describe_net);
+    print_plugin(to, "net ucx      ", "libepic_ucx.so", "epic_net_ucx", describe_net);
     if (with_variables) print_variables(to);
     print_nics(to, sysfs);
     fprintf(to, "matrices      %s\n", epic_blas_name());

@@ -24,17 +24,18 @@ typedef struct report {
     size_t size;
 } report;
 
-/* Opens a regular file and makes it readable by its owner only. Overwrites an existing file.
- * Does not follow a link, because a link in a folder that others may write could lead to
- * another file of the user. Returns -1 with errno on an error. */
+/* Opens a regular file and makes it readable by its owner only. Overwrites an existing file,
+ * but only when nothing else can fail, so that a refused file keeps its contents. Does not
+ * follow a link, because a link in a folder that others may write could lead to another file of
+ * the user. Returns -1 with errno on an error. */
 static int open_private(const char *path)
 {
     struct stat about;
-    const int flags = O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+    const int flags = O_WRONLY | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
     const int fd = open(path, flags, 0600);
     if (fd < 0) return -1;
     const bool is_file = fstat(fd, &about) == 0 && S_ISREG(about.st_mode);
-    if (is_file && fchmod(fd, 0600) == 0) return fd;
+    if (is_file && fchmod(fd, 0600) == 0 && ftruncate(fd, 0) == 0) return fd;
     const int error = is_file ? errno : EINVAL;
     close(fd);
     errno = error;

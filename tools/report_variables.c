@@ -55,20 +55,24 @@ static const char *const other_variables[] = {"WORLD_SIZE",
 
 /* --------------------------------------------------------------------------- secrets ---- */
 
-/* Returns true if the name of a variable, up to '=', contains a word that indicates a
- * secret. */
-static bool is_secret_name(const char *entry)
+/* Returns true if the text, up to `end`, contains a word that indicates a secret. */
+static bool has_secret_word(const char *text, const char *end)
 {
     static const char *const words[] = {"SECRET", "KEY",  "TOKEN", "PASS",
                                         "PWD",    "CRED", "AUTH",  "CERT",
                                         "COOKIE", "JWT",  "PRIV",  "SIGNATURE"};
-    const char *end = strchr(entry, '=');
     for (size_t i = 0; i < NUM_OF(words); i++) {
         const size_t length = strlen(words[i]);
-        for (const char *at = entry; end && at + length <= end; at++)
+        for (const char *at = text; end && at + length <= end; at++)
             if (strncasecmp(at, words[i], length) == 0) return true;
     }
     return false;
+}
+
+/* Returns true if the name of a variable contains a word that indicates a secret. */
+static bool is_secret_name(const char *entry)
+{
+    return has_secret_word(entry, strchr(entry, '='));
 }
 
 /* Returns the value of the next variable whose value is a secret to search for, or NULL at the
@@ -87,22 +91,26 @@ static const char *next_secret(int *at)
     return NULL;
 }
 
-/* Returns true if a value contains a secret, or an '@', as in addresses with a password. */
+/* Returns true if a value contains a secret, an '@', as in addresses with a password, or a word
+ * that indicates a secret before a '=', as in "?token=". */
 static bool has_secret(const char *value)
 {
     int at = 0;
     for (const char *secret = next_secret(&at); secret; secret = next_secret(&at))
         if (strstr(value, secret)) return true;
-    return strchr(value, '@') != NULL;
+    return strchr(value, '@') != NULL || has_secret_word(value, strrchr(value, '='));
 }
 
+/* Secrets are searched in a copy, because one secret may contain another. */
 void report_hide_secrets(char *text)
 {
     int at = 0;
-    for (const char *secret = next_secret(&at); secret; secret = next_secret(&at))
-        for (char *found = strstr(text, secret); found;
-             found = strstr(found + strlen(secret), secret))
-            memset(found, '*', strlen(secret));
+    char *copy = strdup(text);
+    for (const char *secret = next_secret(&at); copy && secret; secret = next_secret(&at))
+        for (const char *found = strstr(copy, secret); found; found = strstr(found + 1, secret))
+            memset(text + (found - copy), '*', strlen(secret));
+    if (!copy) memset(text, '*', strlen(text)); /* no memory: hide everything */
+    free(copy);
 }
 
 /* ------------------------------------------------------------------------- variables ---- */

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests the report that `epic-info --report` writes: it has no secrets, only its owner can read
  * it, its table has an entry for each pair of ranks, and missing ranks are named in time. */
+#include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 
 #include "run.h"
 #include "unit/tools.h"
@@ -68,6 +70,7 @@ static void test_secrets(void)
         "AWS_SECRET_ACCESS_KEY=plantedword WANDB_API_KEY=plantedword PGPASSWORD=plantedword "
         "EPIC_HOST=with-plantedword-inside EPIC_NET=plantedword "
         "UCX_NET_DEVICES=plantedword UCX_PROXY=http://user:otherword@host "
+        "EPIC_TRACE='http://host/?a=1&Token=otherword' "
         "PMIX_SECURITY_MODE=otherword HOME=/otherword MY_PROGRAM=otherword ";
     CHECK_EQ(report_alone(planted, REPORT), 0);
     read_report(REPORT);
@@ -75,7 +78,16 @@ static void test_secrets(void)
     CHECK(says("EPIC_SECRET: set, not shown\n") && says("EPIC_API_KEY: set, not shown\n"));
     CHECK(says("UCX_PASSWORD: set, not shown\n") && says("NCCL_ANY: set, not shown\n"));
     CHECK(says("EPIC_HOST: set, not shown\n") && says("UCX_PROXY: set, not shown\n"));
+    CHECK(says("EPIC_TRACE: set, not shown\n"));
     CHECK(!strstr(output, "HF_TOKEN") && !strstr(output, "MY_PROGRAM"));
+    /* the error of the group contains two secrets that overlap */
+    CHECK_EQ(report_alone("A_TOKEN=plantedlonger B_TOKEN=longerstill "
+                          "RANK=0 WORLD_SIZE=2 MASTER_PORT=plantedlongerstill",
+                          REPORT),
+             0);
+    read_report(REPORT);
+    CHECK(says("MASTER_PORT: set, not shown\n") && says("******************"));
+    CHECK(!strstr(output, "planted") && !strstr(output, "longer") && !strstr(output, "still"));
 }
 
 static void test_contents(void)
@@ -118,6 +130,39 @@ static void test_file(void)
     CHECK(says("\"/dev/null\": Invalid argument"));
     CHECK_EQ(report_alone("", "a --json"), 2);
     CHECK(says("--report: must be without other options"));
+}
+
+/* A file of another user that everyone may write is refused, and keeps its contents. */
+static void test_file_of_another(void)
+{
+    char path[4200];
+    snprintf(path, sizeof path, "%s/epic-info", programs);
+    const int program = open(path, O_RDONLY);
+    int status = -1;
+    if (geteuid() != 0) {
+        printf(
+            "left out: a file of another user, because only root can start as another one\n");
+        return;
+    }
+    FILE *file = create("another.txt");
+    CHECK(file && program >= 0 && fputs("precious\n", file) >= 0);
+    CHECK(file && fchmod(fileno(file), 0666) == 0);
+    if (file) fclose(file);
+    CHECK_EQ(chmod(folder, 0777), 0);
+    fflush(NULL);
+    const pid_t child = fork();
+    if (child == 0) {
+        char *arguments[] = {"epic-info", "--report", "another.txt", NULL};
+        char *variables[] = {NULL};
+        if (chdir(folder) == 0 && setgid(65534) == 0 && setuid(65534) == 0)
+            fexecve(program, arguments, variables);
+        _exit(127);
+    }
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1);
+    read_report("another.txt");
+    CHECK(!strcmp(output, "precious\n"));
+    close(program);
 }
 
 /* ----------------------------------------------------------------------------- several ---- */
@@ -182,6 +227,7 @@ int main(void)
     test_secrets();
     test_contents();
     test_file();
+    test_file_of_another();
     test_matrix(2);
     test_matrix(3);
     test_missing();
