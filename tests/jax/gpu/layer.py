@@ -34,7 +34,7 @@ AGAIN = 20
 EXACT = ("w_gate", "bias")  # float32 whatever the dtype of the rows is
 BOUNDS = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 SIZES = {**gpu_world.SIZES, "max_tokens": 256, "max_row_bytes": 4096}
-TWELVE = np.array([0, 3, 1, 2, 3, 4, 5, 3, 6, 7, 0, 0], np.int32)
+SIXTEEN = np.array([0, 3, 1, 2, 3, 4, 5, 3, 6, 7, 0, 0, 1, 2, 5, 6], np.int32)
 FULL = {**cases.CASES["normalized"], "biases": True}
 
 
@@ -59,7 +59,7 @@ def all_cases() -> dict[str, Case]:
     found["float16"] = Case(FULL, dtype="float16")
     found["aligned"] = Case({**FULL, "alignment": 128})
     found["mask"] = Case(FULL, {"token_mask": True}, False)
-    found["replicas"] = Case(FULL, {"logical_of_expert": TWELVE}, table=TWELVE)
+    found["replicas"] = Case(FULL, {"logical_of_expert": SIXTEEN}, table=SIXTEEN)
     found["quantized"] = Case(FULL, {}, False, bound=0.15, quantize="1x128")
     found["owners"] = Case(FULL, {"rank_of_expert": True})
     found["ragged_dot"] = Case(FULL, {"grouped_gemm": jax.lax.ragged_dot}, False, bound=5e-2)

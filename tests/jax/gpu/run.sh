@@ -1,13 +1,18 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Tests epic.jax on the GPUs of this machine: one process with 1, 2 and 4 of them, with all of them
-# also without command buffers, then one process for each.
+# Tests epic.jax on the GPUs of this machine: one process with 1, 2, 4 and 8 of them, with all of
+# them also without command buffers, then one process for each.
 # usage: run.sh [cases of check.py]; with none also layer.py and invariant.py; run.sh layer, or
 # run.sh invariant [kinds]: that alone
+#   EPIC_GPU_COUNTS   numbers of GPUs, in place of "1 2 4 8"
+#   EPIC_GPU_LIMIT    time limit of each run in seconds (300)
+#   EPIC_GPU_TOTAL    time limit of all runs in seconds (none). A run that has no time left fails
 set -u
 cd "$(dirname "$0")/../../.."
 PYTHON=${GPU_PYTHON:-python3}
-LIMIT=${EPIC_GPU_LIMIT:-300} # time limit of each run in seconds
+LIMIT=${EPIC_GPU_LIMIT:-300}
+COUNTS=${EPIC_GPU_COUNTS:-1 2 4 8}
+END=$(($(date +%s) + ${EPIC_GPU_TOTAL:-1000000}))
 GPUS=$(nvidia-smi -L 2>/dev/null | wc -l)
 [ "$GPUS" -gt 0 ] || { echo "there is no GPU"; exit 1; }
 export EPIC_LIBRARY_PATH="${EPIC_LIBRARY_PATH:-$PWD/build/lib}" PYTHONPATH="$PWD/bindings/python"
@@ -15,7 +20,11 @@ export JAX_PLATFORMS=cuda,cpu PYTHONUNBUFFERED=1 TF_CPP_MIN_LOG_LEVEL=2
 failed=0
 
 program=check
-check() { timeout -k 5 "$LIMIT" "$PYTHON" "tests/jax/gpu/$program.py" "$@" 2>&1; }
+check() {
+    left=$((END - $(date +%s)))
+    [ "$left" -gt 10 ] || { echo "not run, the time was up"; return 1; }
+    timeout -k 5 $((left < LIMIT ? left : LIMIT)) "$PYTHON" "tests/jax/gpu/$program.py" "$@" 2>&1
+}
 
 # usage: alone GPUS [cases]
 alone() {
@@ -30,7 +39,8 @@ alone() {
 
 # usage: in_one [cases]; one process with some of the GPUs
 in_one() {
-    for count in 1 2 4; do
+    most=1
+    for count in $COUNTS; do
         [ "$count" -le "$GPUS" ] || continue
         most=$count
         echo "== $program: one process, $count of $GPUS GPUs"
@@ -44,8 +54,8 @@ in_one() {
 
 # usage: in_several [cases]; one process for each GPU
 in_several() {
-    for count in 2 4; do
-        [ "$count" -le "$GPUS" ] || continue
+    for count in $COUNTS; do
+        [ "$count" -gt 1 ] && [ "$count" -le "$GPUS" ] || continue
         echo "== $program: $count processes with a GPU each"
         log=$(mktemp -d)
         port=$((20000 + $$ % 12000 + count))

@@ -14,15 +14,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import epic
 import epic.torch
+import parts
 from epic.torch.experts import slab_mm
 from parts import (
-    EVEN,
     EXPERTS,
     FORMS,
     HIDDEN,
     LAYER,
     SIZES,
-    UNEVEN,
     Data,
     check_round,
     choices,
@@ -34,6 +33,7 @@ from parts import (
 
 Group = epic.torch.Group
 LIMIT_MS = 20000
+EVEN, UNEVEN = 2 * parts.EVEN, 2 * parts.UNEVEN  # tokens of up to eight ranks
 BIG: dict[str, Any] = {"max_tokens": 4096, "max_row_bytes": 2 * 7168, "timeout_ms": LIMIT_MS}
 
 # ------------------------------------------------------------------------------ bootstrap ----
@@ -74,7 +74,7 @@ def data_of(group: Group, tokens: tuple[int, ...], **more: Any) -> list[torch.Te
 def case_round(group: Group) -> None:
     """Check round trips with gradients on even, uneven and empty ranks; a second run has equal
     bits."""
-    for tokens in (EVEN, UNEVEN, (0,) * 4):
+    for tokens in (EVEN, UNEVEN, (0,) * 8):
         for fused in (False, True):
             step, mine = through(group, fused), data_of(group, tokens)
             first = check_round(step, mine, 2e-6)
@@ -301,7 +301,7 @@ def case_layer_limit(group: Group) -> None:
     wish = {"num_experts": EXPERTS, "top_k": 2, "hidden": 16, "inner": 16, "overflow": "drop"}
     limit = torch.zeros((), dtype=torch.int32, device=group.device)
     layer = epic.torch.MoE(group, epic.torch.Moe.of(**wish, capacity=40), seed=0)
-    x = numbers(30 + group.rank, UNEVEN[group.rank % 4], 16).to(group.device).requires_grad_()
+    x = numbers(30 + group.rank, UNEVEN[group.rank], 16).to(group.device).requires_grad_()
 
     def step(slots: int, **more: Any) -> list[torch.Tensor]:
         options = epic.torch.Moe.of(**wish, capacity=slots)
@@ -374,7 +374,7 @@ def case_compile(group: Group) -> None:
     """Compile with Inductor, forward and backward."""
     eager = through(group, True)
     run = torch.compile(eager, fullgraph=True)
-    for tokens in (UNEVEN, (9, 2, 0, 30)):
+    for tokens in (UNEVEN, (9, 2, 0, 30) * 2):
         x, w, ids, ct = data_of(group, tokens)
         wanted = eager(x, w, ids)
         out = run(x, w, ids)
@@ -422,7 +422,7 @@ def case_errors(group: Group) -> None:
 WISH: dict[str, Any] = {
     "num_experts": 8, "top_k": 2, "hidden": 64, "inner": 32, "alignment": 16, "balance_coeff": 0.01,
 }  # fmt: skip
-TWELVE = [0, 3, 1, 2, 3, 4, 5, 3, 6, 7, 0, 4]
+SIXTEEN = [0, 3, 1, 2, 3, 4, 5, 3, 6, 7, 0, 4, 1, 2, 5, 6]
 SHARED = epic.torch.Experts(1, 64, 32)
 LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -431,7 +431,7 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gated": ({"shared": SHARED}, {"shared_gate": True}),
     "zero experts": ({"zero_experts": 3}, {}),
     "tree": ({"sum_order": "tree"}, {}),
-    "replicas": ({"num_experts": 12, "num_logical": 8}, {"logical_of_expert": TWELVE}),
+    "replicas": ({"num_experts": 16, "num_logical": 8}, {"logical_of_expert": SIXTEEN}),
     "grouped_mm": ({}, {"grouped_mm": torch._grouped_mm}),
     "quantized": ({"quantize": "1x128"}, {}),
 }
@@ -527,9 +527,9 @@ def case_replicas(group: Group) -> None:
     results = []
     with open_another(group) as host:
         for on in (group, host):
-            layer, ids = epic.torch.Layer(12, 3, num_logical=8), choices(8, 6).to(on.device)
-            plan = epic.torch.plan(on, layer, ids, logical_of_expert=TWELVE)
-            x = numbers(50 + group.rank, 12 // group.num_ranks, 3, 7).to(on.device)
+            layer, ids = epic.torch.Layer(16, 3, num_logical=8), choices(8, 6).to(on.device)
+            plan = epic.torch.plan(on, layer, ids, logical_of_expert=SIXTEEN)
+            x = numbers(50 + group.rank, 16 // group.num_ranks, 3, 7).to(on.device)
             assert plan.logical_load is not None
             found = (epic.torch.sum_replicas(plan, x), plan.load, plan.logical_load)
             results.append([v.cpu() for v in found])

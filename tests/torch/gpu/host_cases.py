@@ -93,9 +93,11 @@ def case_pretrained(group: Group) -> None:
     for name in small.MODELS:
         if name == "Phimoe":  # SparseMixer runs only on CPUs
             continue
+        if "4 experts" in name and group.num_ranks > 4:
+            continue
         whole, mine = (small.model_of(name).to(group.device) for _ in range(2))
-        ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
-        part = slice(group.rank * 4 // group.num_ranks, (group.rank + 1) * 4 // group.num_ranks)
+        ids = torch.randint(3, 64, (8, 7), generator=torch.Generator().manual_seed(4))
+        part = slice(group.rank * 8 // group.num_ranks, (group.rank + 1) * 8 // group.num_ranks)
         wanted = small.gradients_of(whole, ids.to(group.device))
         epic.torch.replace_moe(mine, group)
         got = small.gradients_of(mine, ids[part].to(group.device))

@@ -48,9 +48,11 @@ print('torch', torch.__version__, 'CUDA', torch.version.cuda, torch.cuda.device_
 with epic.torch.Group(num_ranks=1, max_tokens=8, max_row_bytes=64, device='cuda') as group:
     print(group, group.backend)
 print('right')"
-most=$((GPUS >= 4 ? 4 : GPUS >= 2 ? 2 : 1))
+most=$((GPUS >= 8 ? 8 : GPUS >= 4 ? 4 : GPUS >= 2 ? 2 : 1))
 share=$((2 * most > 4 ? 4 : 2 * most))
-for what in ${EPIC_GPU_RUNS:-processes:$most threads:$most shared:$share deaths:$share}; do
+runs="processes:$most threads:$most shared:$share deaths:$share"
+[ "$most" -le 4 ] || runs="$runs processes:4" # some cases need four ranks
+for what in ${EPIC_GPU_RUNS:-$runs}; do
     how=${what%:*} count=${what#*:}
     run "$what of $GPUS GPUs" '^right$' "$PYTHON" tests/torch/gpu/check.py "$how" "$count" "$@"
 done

@@ -128,7 +128,7 @@ def case_vllm(group: Group) -> None:
         layer = make_exchange(wide, hidden, dtype)
         replay(layer, hidden, dtype, 0.03)
         for seed, sizes in enumerate([(7, 1, 1, 1), (1, 1, 1, 1), (1, 64, 1, 1)]):
-            step = Step(layer, sizes[: group.num_ranks], hidden, dtype)
+            step = Step(layer, (2 * sizes)[: group.num_ranks], hidden, dtype)
             step.draw(seed)
             step.run()
             step.check(0.03)
