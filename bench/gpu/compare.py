@@ -25,7 +25,10 @@ CASES = [
     ["type=e4m3", "scales=128", "quantize=1", "ops=PD", "tokens=4096", "sms=64"],
     ["layout=flat", "ops=PU", "tokens=4096", "sms=32"],
 ]
-NAMED_BY = ("op", "hidden", "top_k", "experts", "type", "quantize", "layout", "tokens", "sms")
+NAMED_BY = (
+    "op", "hidden", "top_k", "experts", "type", "quantize", "scales", "layout", "alignment",
+    "padding", "routing", "windows", "tokens", "sms",
+)  # fmt: skip
 CLOCK_US = 0.1
 MOST = 120  # time limit of each run in seconds
 
@@ -41,7 +44,7 @@ def run(program: Path, case: list[str], figures: Figures) -> None:
             sys.exit(f"{ended.stdout}{program} {' '.join(case)} ended with {ended.returncode}")
         for line in Path(results.name).read_text().splitlines():
             figure = json.loads(line)
-            figures[tuple(str(figure[name]) for name in NAMED_BY)].append(figure["us"])
+            figures[tuple(str(figure.get(name, 0)) for name in NAMED_BY)].append(figure["us"])
 
 
 def run_alternately(programs: list[Path], cases: list[list[str]], rounds: int) -> list[Figures]:
@@ -58,7 +61,8 @@ def run_alternately(programs: list[Path], cases: list[list[str]], rounds: int) -
 def table(before: Figures, after: Figures, limit: float) -> int:
     """Print all figures that both programs have, and return how many became slower."""
     slower = 0
-    print(f"{' '.join(NAMED_BY):48} {'before us':>10} {'after us':>10} {'after / before':>15}")
+    width = max(len(" ".join(name)) for name in (NAMED_BY, *after))
+    print(f"{' '.join(NAMED_BY):{width}} {'before us':>10} {'after us':>10} {'after / before':>15}")
     for name, figures in after.items():
         if name not in before:
             continue
@@ -66,7 +70,7 @@ def table(before: Figures, after: Figures, limit: float) -> int:
         worse = now > was * (1 + limit / 100) and now > was + CLOCK_US
         slower += worse
         said = "  SLOWER" if worse else ""
-        print(f"{' '.join(name):48} {was:10.2f} {now:10.2f} {now / was:15.3f}{said}")
+        print(f"{' '.join(name):{width}} {was:10.2f} {now:10.2f} {now / was:15.3f}{said}")
     return slower
 
 
