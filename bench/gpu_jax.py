@@ -372,8 +372,8 @@ def soak(args: argparse.Namespace) -> None:
 MODELS = {
     "7168, inner 2048, 8 a rank, top-8": (8, 8, 7168, 2048),
     "7168, inner 2048, 128 a rank, top-8": (128, 8, 7168, 2048),
-    "gpt-oss, 2880, inner 2880, top-4": (32, 4, 2880, 2880),
-    "Qwen3-30B, 2048, inner 768, top-8": (64, 8, 2048, 768),
+    "gpt-oss, 2880, inner 2880, 32 a rank, top-4": (32, 4, 2880, 2880),
+    "Qwen3-30B, 2048, inner 768, 64 a rank, top-8": (64, 8, 2048, 768),
 }
 
 

@@ -9,7 +9,12 @@
  * With `overlap` it also times exchanges at the same time as experts. The experts use the SMs
  * that the exchange does not use. As many exchanges run on another stream as are needed so that
  * both end together.
- *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=6] [first=0] [MODE ...]
+ *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=6] [first=0] [experts=N] [json=FILE]
+ *           [MODE ...]
+ * experts: number of experts of all ranks, in place of the number per rank of the models.
+ * json: file to which the times of whole layers are appended, one JSON object per line, in the
+ * form of gpu_bench. Its floor is the time of the experts alone: their products, without gate,
+ * router and exchange. A repetition takes as long as on its slowest rank (p90 and worst).
  * Modes: whole (without the parts), overlap, profile (only whole layers, with bf16 gradients of
  * weights, for a profiler), invariant (layers with sums by rank, in a tree, and with
  * EPIC_INVARIANT, and their parts, alone), decode (times of the forward pass and of each of its
@@ -40,18 +45,23 @@ typedef struct model {
 static const model models[] = {
     {"7168, inner 2048, 8 a rank, top-8", 8, 8, 7168, 2048, 0, false},
     {"7168, inner 2048, 128 a rank, top-8", 128, 8, 7168, 2048, 0, false},
-    {"gpt-oss, 2880, inner 2880, top-4", 32, 4, 2880, 2880, 0, false},
-    {"Qwen3-30B, 2048, inner 768, top-8", 64, 8, 2048, 768, 0, false},
+    {"gpt-oss, 2880, inner 2880, 32 a rank, top-4", 32, 4, 2880, 2880, 0, false},
+    {"Qwen3-30B, 2048, inner 768, 64 a rank, top-8", 64, 8, 2048, 768, 0, false},
     {"7168, inner 2048, 32 a rank, top-8, shared 2048", 32, 8, 7168, 2048, 2048, false},
-    {"gpt-oss with its biases, clamped", 32, 4, 2880, 2880, 0, true}};
+    {"gpt-oss with its biases, clamped, 32 a rank", 32, 4, 2880, 2880, 0, true}};
 static const model small = {"64, inner 32, 4 a rank, top-2", 4, 2, 64, 32, 32, true};
 
 static int num_ranks, rounds = 4, tiny, first_model, num_models = 6, whole, overlap, profile,
                       invariant, decode;
 static int64_t tokens = 4096;
+static uint32_t num_experts; /* number of experts of all ranks; 0: that of the model */
+static FILE *json;
 static epic_bootstrap bootstraps[MOST_RANKS];
 static pthread_barrier_t all;
 static float slowest[MOST_RANKS];
+/* of the last time_after(): the ms of each repetition on each rank, and their number */
+static float times_of_ranks[MOST_RANKS][MOST_TIMES];
+static __thread int num_times;
 
 typedef struct bench {
     epic_context *ctx;
@@ -174,6 +184,8 @@ static float time_after(bench *b, part *run, int layers)
         for (int i = 1; i < 4; i++) cudaEventElapsedTime(&times[num++], at[i - 1], at[i]);
     }
     for (int i = 0; i < 4; i++) cudaEventDestroy(at[i]);
+    memcpy(times_of_ranks[b->rank], times, sizeof times[0] * (size_t)num);
+    num_times = num;
     qsort(times, (size_t)num, sizeof *times, by_size);
     slowest[b->rank] = times[num / 2];
     pthread_barrier_wait(&all);
@@ -227,11 +239,66 @@ static float time_narrow(bench *b)
     return narrow;
 }
 
+/* The times of a part in ms. */
+typedef struct spread {
+    float p50, p90, worst;
+} spread;
+
+/* Returns the times of a part: the median of the slowest rank, as time_of() returns it, and p90
+ * and worst of the repetitions. */
+static spread time_spread(bench *b, part *run)
+{
+    float times[MOST_TIMES];
+    spread found = {.p50 = time_of(b, run)};
+    const int num = num_times;
+    for (int i = 0; i < num; i++) {
+        times[i] = 0;
+        for (int r = 0; r < num_ranks; r++)
+            if (times_of_ranks[r][i] > times[i]) times[i] = times_of_ranks[r][i];
+    }
+    qsort(times, (size_t)num, sizeof *times, by_size);
+    found.p90 = times[num * 9 / 10];
+    found.worst = times[num - 1];
+    pthread_barrier_wait(&all); /* no rank overwrites the times before all have read them */
+    return found;
+}
+
+/* Appends the times of an operation to the JSON file. `scale` turns the times into us. */
+static void write_result(const bench *b, const model *m, const char *op, spread times,
+                         float floor, float scale)
+{
+    if (!json || b->rank != 0) return;
+    fprintf(json,
+            "{\"op\":\"%s\",\"model\":\"%s\",\"hidden\":%u,\"top_k\":%u,\"experts\":%u,"
+            "\"note\":\"inner %u%s%s\",\"alignment\":128,\"padding\":1,\"layout\":\"expert\","
+            "\"type\":\"bf16\",\"scales\":0,\"quantize\":0,\"routing\":\"uniform\","
+            "\"tokens\":%lld,\"sms\":%d,\"ranks\":%d,\"windows\":0,\"us\":%.2f,"
+            "\"p90_us\":%.2f,\"worst_us\":%.2f,\"floor_us\":%.2f,\"of_floor\":%.3f}\n",
+            op, m->name, m->hidden, m->top_k, m->experts * (uint32_t)num_ranks, m->inner,
+            m->shared ? ", shared expert" : "", m->biased ? ", biases" : "", (long long)tokens,
+            b->sms, num_ranks, (double)(times.p50 * scale), (double)(times.p90 * scale),
+            (double)(times.worst * scale), (double)(floor * scale),
+            floor > 0 ? (double)(times.p50 / floor) : 0.0);
+    fflush(json);
+}
+
+/* Times the whole layer, forward, and forward and backward, and writes the results as JSON. */
+static void time_whole(bench *b, const model *m, float *ahead, float *there_and_back)
+{
+    const spread once = time_spread(b, forward), twice = time_spread(b, both);
+    *ahead = once.p50;
+    *there_and_back = twice.p50;
+    if (!json) return;
+    const float experts = time_of(b, transform), back = time_of(b, transform_backward);
+    write_result(b, m, "layer", once, experts, 1000);
+    write_result(b, m, "layer + backward", twice, experts + back, 1000);
+}
+
 static void time_layer(bench *b, const model *m)
 {
     static float in_turn[MOST_RANKS][NUM_PARTS];
-    float sum = 0, warm_sum = 0, times[NUM_PARTS], warm[NUM_PARTS];
-    const float ahead = time_of(b, forward), there_and_back = time_of(b, both);
+    float sum = 0, warm_sum = 0, times[NUM_PARTS], warm[NUM_PARTS], ahead, there_and_back;
+    time_whole(b, m, &ahead, &there_and_back);
     const float narrow = time_narrow(b);
     if (!whole) time_in_turn(b, in_turn[b->rank]);
     for (size_t i = 0; i < NUM_PARTS && !whole; i++) {
@@ -267,28 +334,32 @@ static epic_result replay(bench *b)
     return cudaGraphLaunch(replayed, b->stream) == cudaSuccess ? EPIC_OK : EPIC_EDEVICE;
 }
 
-/* Returns the us of one call in a CUDA graph of GRAPH_CALLS calls. */
-static float time_in_graph(bench *b, part *run)
+/* Returns the ms of a CUDA graph of GRAPH_CALLS calls. */
+static spread time_in_graph(bench *b, part *run)
 {
     cudaGraph_t graph;
     cudaStreamBeginCapture(b->stream, cudaStreamCaptureModeThreadLocal);
     for (int i = 0; i < GRAPH_CALLS; i++) must(run(b) == EPIC_OK, "a captured call", b->ctx);
     must(!cudaStreamEndCapture(b->stream, &graph) && !cudaGraphInstantiate(&replayed, graph, 0),
          "a graph", NULL);
-    const float us = time_of(b, replay) * 1000 / GRAPH_CALLS;
+    const spread ms = time_spread(b, replay);
     cudaGraphExecDestroy(replayed);
     cudaGraphDestroy(graph);
-    return us;
+    return ms;
 }
 
 /* Prints the us of the forward pass in a CUDA graph, and of its parts alone. */
 static void time_decode(bench *b, const model *m)
 {
+    const float scale = 1000.0f / GRAPH_CALLS; /* from ms of a graph to us of a call */
     float sum = 0, us[NUM_PARTS];
-    const float layer = time_in_graph(b, forward);
+    const spread times = time_in_graph(b, forward);
+    const float layer = times.p50 * scale;
     for (int i = 0; i < NUM_FORWARD_PARTS; i++)
-        if (parts[i].run != finish || m->shared) sum += us[i] = time_in_graph(b, parts[i].run);
+        if (parts[i].run != finish || m->shared)
+            sum += us[i] = time_in_graph(b, parts[i].run).p50 * scale;
     must(epic_check(b->ctx) == EPIC_OK, "the layer", b->ctx);
+    write_result(b, m, "layer in a graph", times, us[2] / scale, scale);
     if (b->rank != 0) return;
     printf("decode, %s, %d ranks of %lld tokens: layer %.1f us, sum of its parts %.1f (",
            m->name, num_ranks, (long long)tokens, layer, sum);
@@ -480,8 +551,22 @@ static epic_moe_weights make_weights(bench *b, arrays *a, const model *m)
     return weights;
 }
 
-static void run_model(bench *b, const model *m)
+/* Returns the model with the number of experts of the command line. */
+static model set_experts(const model *m, char *name, size_t bytes)
 {
+    model changed = *m;
+    if (num_experts == 0) return changed;
+    changed.experts = num_experts / (uint32_t)num_ranks;
+    snprintf(name, bytes, "%u, inner %u, top-%u of %u", m->hidden, m->inner, m->top_k,
+             num_experts);
+    changed.name = name;
+    return changed;
+}
+
+static void run_model(bench *b, const model *from)
+{
+    char name[96];
+    const model chosen = set_experts(from, name, sizeof name), *m = &chosen;
     arrays a = {.num = 0};
     const uint32_t experts = m->experts * (uint32_t)num_ranks;
     const int64_t row = (int64_t)m->hidden * 2;
@@ -591,6 +676,7 @@ int main(int argc, char **argv)
     } modes[] = {{"overlap", &overlap}, {"whole", &whole},   {"profile", &profile},
                  {"tiny", &tiny},       {"decode", &decode}, {"invariant", &invariant}};
     pthread_t threads[MOST_RANKS];
+    const char *json_path = NULL;
     cudaGetDeviceCount(&num_ranks);
     for (int i = 1; i < argc; i++) {
         if (!strncmp(argv[i], "ranks=", 6)) num_ranks = atoi(argv[i] + 6);
@@ -598,12 +684,16 @@ int main(int argc, char **argv)
         if (!strncmp(argv[i], "rounds=", 7)) rounds = atoi(argv[i] + 7);
         if (!strncmp(argv[i], "models=", 7)) num_models = atoi(argv[i] + 7);
         if (!strncmp(argv[i], "first=", 6)) first_model = atoi(argv[i] + 6);
+        if (!strncmp(argv[i], "experts=", 8)) num_experts = (uint32_t)atoi(argv[i] + 8);
+        if (!strncmp(argv[i], "json=", 5)) json_path = argv[i] + 5;
         for (size_t k = 0; k < sizeof modes / sizeof *modes; k++)
             if (!strcmp(argv[i], modes[k].name)) *modes[k].is_on = 1;
     }
     if (num_models < 1 || num_models > (int)(sizeof models / sizeof *models))
         num_models = (int)(sizeof models / sizeof *models);
     if (num_ranks < 1 || num_ranks > MOST_RANKS) num_ranks = num_ranks < 1 ? 1 : MOST_RANKS;
+    must(num_experts % (uint32_t)num_ranks == 0, "experts must be a multiple of ranks", NULL);
+    if (json_path) must((json = fopen(json_path, "a")) != NULL, json_path, NULL);
     pthread_barrier_init(&all, NULL, (unsigned)num_ranks);
     for (int r = 0; r < num_ranks; r++)
         pthread_create(&threads[r], NULL, run, (void *)(intptr_t)r);

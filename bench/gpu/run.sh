@@ -1,11 +1,13 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Runs the benchmarks of the p2p backend on the GPUs of this machine: the shapes of several models, few
-# tokens, and skewed routing. Each figure is printed with its floor.
+# tokens, skewed routing, and whole layers. Each figure is printed with its floor. Fails if another
+# process uses the GPUs, before the benchmarks or after them.
 #   JSON=FILE    file for the results, one JSON object per line
 #   SMS=48,64    numbers of SMs
 #   LAST=FILE    earlier results of this script, for the last column of the table
 set -e
+bench/gpu/idle.sh
 OUT=${GPU_OUT:-build/gpu}
 JSON=${JSON:-$OUT/bench.json}
 LAST=${LAST:-docs/lab/gpu-bench.json}
@@ -28,8 +30,12 @@ bench alignment=1 ops=PDCGBL tokens=1,8,32,64,128
 for model in deepseek-v3 qwen3-235b qwen3-30b llama4-maverick; do
     bench model=$model alignment=1 ops=PDCGBL tokens=1,8,128,512,1024
 done
-bench model=qwen3-next alignment=1 ops=PDCGB tokens=1,8,32,128,512,4096
-bench model=deepseek-v3 hidden=1536 experts=512 ops=PDCGB tokens=4096
+# apart from 4,096 tokens, because low-latency kernels depend on max_tokens of the context
+bench model=qwen3-next alignment=1 ops=PDCGB tokens=1,8,32,128,512,1024
+bench model=qwen3-next alignment=1 ops=PDCGB tokens=4096
+bench hidden=1536 experts=512 alignment=1 ops=PDCGB tokens=1,8,128,512,1024
+bench hidden=1536 experts=512 ops=PDCGB tokens=4096
+bench hidden=2048 experts=1024 alignment=1 ops=PDC tokens=1,8,128
 for quantize in 0 1; do
     for scales in 128 32; do
         bench type=e4m3 scales=$scales quantize=$quantize ops=PD tokens=4096
@@ -40,6 +46,17 @@ for scales in 128 32; do bench type=e4m3 scales=$scales quantize=1 ops=G tokens=
 bench padding=0 ops=PDG tokens=4096
 bench padding=0 ops=PDG tokens=8,64,128
 for routing in zipf hot; do bench routing=$routing ops=PDCUGB tokens=4096; done
+bench windows=1 ops=PDCGB tokens=4096
+# usage: layer NUMBER EXPERTS OPTION...; times whole layers of one model of gpu_moe
+layer() {
+    first=$1 experts=$2
+    shift 2
+    timeout 300 "$OUT/gpu_moe" ranks=$RANKS first=$first models=$((first + 1)) experts=$experts json="$JSON" "$@"
+}
+layer 0 64 tokens=4096 whole  # 7168, inner 2048, top-8
+layer 3 128 tokens=4096 whole # Qwen3-30B
+for tokens in 1 8 32 128; do layer 3 128 tokens=$tokens decode; done
+bench/gpu/idle.sh
 [ -e "$LAST" ] || LAST=
 python3 bench/gpu/table.py "$JSON" $LAST
 echo "results as JSON: $JSON"

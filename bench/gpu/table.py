@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints results of gpu_bench as one table: a row per shape, operation, SMs and tokens.
+"""Prints results of gpu_bench and gpu_moe as one table: a row per shape, operation, SMs and tokens.
 
 table.py JSON [LAST]
 
-JSON: the file that gpu_bench wrote with json=, one object per line. LAST: such a file of an earlier
-run. A row has the median time in microseconds, the time that nine in ten repetitions stay below,
-the longest time, the ratio of the median to the floor of the same run, and its ratio to the median
-of the earlier run. Ratios that a file does not contain are left empty.
+JSON: the file that the programs wrote with json=, one object per line. LAST: such a file of an
+earlier run. If a file has a result twice, the last one counts.
+
+A row has the median time in microseconds, the time that nine in ten repetitions stay below, the
+longest time, the ratio of the median to the floor of the same run, and its ratio to the median of
+the earlier run with equally many ranks. Values that a file does not contain are left empty. After
+the table the program prints how many rows have no ratio to the earlier run.
 """
 
 import json
@@ -32,6 +35,8 @@ def describe_shape(result: dict[str, Any]) -> str:
         text += f" {result['routing']}"
     if result.get("windows"):
         text += " windows"
+    if result.get("note"):
+        text += f", {result['note']}"
     return text
 
 
@@ -46,16 +51,23 @@ def key_of(result: dict[str, Any]) -> Key:
 
 def table(results: list[dict[str, Any]], last: dict[Key, float]) -> list[str]:
     """Return the lines of the table."""
+    results = list({key_of(result): result for result in results}.values())
     width = max(len(describe_shape(result)) for result in results)
     heads = "".join(f"{head:>9}" for head in ("p50 us", "p90", "worst", "/ floor", "/ last"))
     lines = [f"{'shape':{width}} {'operation':18} {'SMs':>4} {'tokens':>6}{heads}"]
+    missing = 0
     for result in results:
         key = key_of(result)
         shape, op, sms, tokens, _ = key
-        times = "".join(f"{result[name]:9.1f}" for name in ("us", "p90_us", "worst_us"))
-        floor = f"{result['of_floor']:.2f}" if result["floor_us"] > 0 else ""
+        values = [result.get(name) for name in ("us", "p90_us", "worst_us")]
+        times = "".join(" " * 9 if value is None else f"{value:9.1f}" for value in values)
+        floor = f"{result['of_floor']:.2f}" if result.get("floor_us", 0) > 0 else ""
         change = f"{result['us'] / last[key]:.2f}" if key in last else ""
+        missing += key not in last
         lines.append(f"{shape:{width}} {op:18} {sms:>4} {tokens:>6}{times}{floor:>9}{change:>9}")
+    if last and missing:
+        ranks = ", ".join(str(number) for number in sorted({key[4] for key in last}))
+        lines.append(f"{missing} of {len(results)} rows are not in the earlier run ({ranks} ranks)")
     return lines
 
 
