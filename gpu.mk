@@ -37,7 +37,8 @@ gpu-bench: gpu-idle gpu-configure
 
 # Runs everything that shows whether EPIC works on this machine, and how fast: tests, bindings, hosts,
 # benchmarks and one table, in parts of at most ten minutes. GPU_PARTS selects some parts.
-gpu-all: gpu-here gpu-build gpu-build-hosts gpu-build-torch gpu-build-jax
+gpu-all: gpu-here gpu-build gpu-build-hosts $(if $(filter-out tests hosts table,$(or $(GPU_PARTS),all)), \
+    gpu-build-torch) $(if $(filter all bindings,$(or $(GPU_PARTS),all)),gpu-build-jax)
 	@GPU_PYTHON=$(GPU_PYTHON) tests/gpu/all.sh $(GPU_PARTS)
 
 # Includes JAX and PyTorch if GPU_PYTHON has them and gpu-build-jax and gpu-build-torch have run.

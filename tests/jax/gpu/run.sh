@@ -5,6 +5,8 @@
 # usage: run.sh [cases of check.py]; with none also layer.py and invariant.py; run.sh layer, or
 # run.sh invariant [kinds]: that alone
 #   EPIC_GPU_COUNTS   numbers of GPUs, in place of "1 2 4 8"
+#   EPIC_GPU_RUNS     these alone, for example "check:one layer:processes check:graphs": in one
+#                     process, in several, and in one without command buffers
 #   EPIC_GPU_LIMIT    time limit of each run in seconds (300)
 #   EPIC_GPU_TOTAL    time limit of all runs in seconds (none). A run that has no time left fails
 set -u
@@ -18,6 +20,9 @@ GPUS=$(nvidia-smi -L 2>/dev/null | wc -l)
 export EPIC_LIBRARY_PATH="${EPIC_LIBRARY_PATH:-$PWD/build/lib}" PYTHONPATH="$PWD/bindings/python"
 export JAX_PLATFORMS=cuda,cpu PYTHONUNBUFFERED=1 TF_CPP_MIN_LOG_LEVEL=2
 failed=0
+
+# usage: wants one|processes|graphs, of the current program
+wants() { case " ${EPIC_GPU_RUNS:-$program:$1} " in *" $program:$1 "*) ;; *) return 1 ;; esac; }
 
 program=check
 check() {
@@ -43,9 +48,11 @@ in_one() {
     for count in $COUNTS; do
         [ "$count" -le "$GPUS" ] || continue
         most=$count
+        wants one || continue
         echo "== $program: one process, $count of $GPUS GPUs"
         alone "$count" "$@"
     done
+    wants graphs || return
     echo "== $program: one process, $most of $GPUS GPUs, without command buffers"
     export EPIC_GRAPHS=0
     alone "$most" "$@"
@@ -54,6 +61,7 @@ in_one() {
 
 # usage: in_several [cases]; one process for each GPU
 in_several() {
+    wants processes || return
     for count in $COUNTS; do
         [ "$count" -gt 1 ] && [ "$count" -le "$GPUS" ] || continue
         echo "== $program: $count processes with a GPU each"
@@ -87,8 +95,10 @@ if [ $# = 0 ] || [ "$1" = invariant ]; then
     program=invariant
     [ $# = 0 ] && set -- invariant bfloat16 e4m3
     shift
-    echo "== $program: one process, $GPUS GPUs"
-    alone "$GPUS" "$@"
+    if wants one; then
+        echo "== $program: one process, $GPUS GPUs"
+        alone "$GPUS" "$@"
+    fi
     in_several "$@"
 fi
 exit $failed
