@@ -42,7 +42,10 @@ holds "time of a plan" 'near($5, 10 + 24 * 8 * (4 + 256 + 4096 * 8) / 50e3, 0.01
 ranks=64
 holds "time of a plan" \
     'near($5, 10 + 8 * (8 * 260 + 7 + 2 * 4096 * 8 * 56 / 64) / 50e3 + 56 * 4096 * 8 / 341e3, 0.02)'
+# The number of puts: 8 announcements, 8 counts, and 3 puts of each of the 7 lists. Those of 32 ranks go to each rank.
+holds "puts of a plan" '$12 == 8 + 8 + 7 * 3 && $13 > 100'
 ranks=32
+holds "puts of a plan" '$12 == 24 * 3'
 "$sim" --ranks 16,32,64,128 --tokens 1 >"$here/out"
 holds "time of a plan's puts" 'near($5, 10 + 24 * 3 * 0.25, 0.02)'
 ranks=128

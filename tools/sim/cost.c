@@ -44,13 +44,13 @@ static double num_shared_words(const shape *s)
 
 #define PUT_WORDS 4096 /* largest number of words of a put, in groups of more than 32 ranks */
 
-/* Returns the time in which a rank sends the words of a plan to other hosts: first
- * announcements and counts of choices (a choice is a token and one of its top_k experts), then
+/* Sets the number of puts of a plan, and the time in which a rank sends the words of the plan to
+ * other hosts: first announcements and counts of choices (a choice is a token and one of its top_k experts), then
  * records. Without relays, each rank there gets a word for each choice. The proxy thread joins
  * the words for a rank into one put. With relays, each other host gets a list with two words
  * for each choice that goes there, and its receiver then stores at least one word for each
  * token and rank of its host. */
-static double plan_us(const constants *k, const shape *s, const routing *r)
+static void compute_plan(cost *c, const constants *k, const shape *s, const routing *r)
 {
     const double peers = s->ranks - s->ranks_per_host, shared = num_shared_words(s);
     const double experts = r->experts > s->ranks ? (double)r->experts : s->ranks;
@@ -63,8 +63,9 @@ static double plan_us(const constants *k, const shape *s, const routing *r)
         expand = transfer_us(peers * (double)s->tokens, 8, k->nvlink);
     }
     const double net = transfer_us(shared * (4 + experts) + words, 8, k->nic);
-    const double thread = (2 * shared + puts) * k->put_us;
-    return peers > 0 ? 2 * k->net_us + (net > thread ? net : thread) + expand : 0;
+    c->plan_puts = 2 * shared + puts;
+    const double thread = c->plan_puts * k->put_us;
+    c->plan_us = peers > 0 ? 2 * k->net_us + (net > thread ? net : thread) + expand : 0;
 }
 
 /* Computes the times of one operation. The time of the rows (rows_us) is the sum of three
@@ -80,8 +81,8 @@ cost compute_cost(const constants *k, const traffic *t, const shape *s, const ro
     const double begin = k->launch_us + (hosts > 1 ? k->net_us : 0);
     const double fill =
         hosts > 1 ? transfer_us(net < LAG_ROWS ? net : LAG_ROWS, row, k->nic) : 0;
-    cost c = {.net_mb = net * row / 1e6, .limit = "launch"};
-    c.plan_us = plan_us(k, s, r);
+    cost c = {.net_mb = net * row / 1e6, .rows_puts = t->puts.most, .limit = "launch"};
+    compute_plan(&c, k, s, r);
     raise_rows_us(&c, transfer_us(net, row, k->nic), "net");
     raise_rows_us(&c, t->puts.most * k->put_us, "thread");
     raise_rows_us(&c, transfer_us(inside, row, k->nvlink), "nvlink");

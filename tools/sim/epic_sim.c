@@ -102,8 +102,9 @@ static void print_head(const options *o)
            o->r.skew, o->r.trace ? ", a trace" : "", o->shapes[0].ranks_per_host);
     printf("a rank's NIC %g GB/s, NVLink %g, memory %g; launch %g us, net %g us, put %g us\n\n",
            o->k.nic, o->k.nvlink, o->k.memory, o->k.launch_us, o->k.net_us, o->k.put_us);
-    printf("%5s %5s  %8s %6s  %8s %8s %6s %-7s  %8s  %7s %7s\n", "ranks", "hosts", "net MB",
-           "uneven", "plan", "dispatch", "GB/s", "limit", "combine", "by rank", "dense");
+    printf("%5s %5s  %8s %6s  %8s %8s %6s %-7s  %8s  %7s %7s  %9s %8s\n", "ranks", "hosts",
+           "net MB", "uneven", "plan", "dispatch", "GB/s", "limit", "combine", "by rank",
+           "dense", "plan puts", "row puts");
 }
 
 static void print_row(const shape *s, const traffic *t, const cost *out, const cost *back)
@@ -116,10 +117,10 @@ static void print_row(const shape *s, const traffic *t, const cost *out, const c
            most / mean, out->plan_us, out->rows_us, out->net_mb / us * 1e3, out->limit,
            back->rows_us);
     if (hosts > 1)
-        printf("  %6.2fx %6.2fx\n", out->by_rank_us / out->rows_us,
-               out->dense_us / out->rows_us);
+        printf("  %6.2fx %6.2fx", out->by_rank_us / out->rows_us, out->dense_us / out->rows_us);
     else
-        printf("  %7s %7s\n", "-", "-");
+        printf("  %7s %7s", "-", "-");
+    printf("  %9.0f %8.0f\n", out->plan_puts, out->rows_puts);
 }
 
 static int run_simulation(options *o)
