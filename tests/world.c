@@ -9,7 +9,7 @@
 
 #include "check.h"
 
-#define MAX_CHOICES 384 /* largest number of choices per rank */
+int64_t world_most_choices = 384;
 
 static int64_t pick(run_random *random, const int64_t *from, int64_t count)
 {
@@ -208,7 +208,7 @@ static void choose_absent(world *w, const world_seats *seats, run_random *random
 
 static void choose_tokens(world *w, run_random *random)
 {
-    int64_t most = MAX_CHOICES / w->layer.top_k;
+    int64_t most = world_most_choices / w->layer.top_k;
     if (most > WORLD_MAX_TOKENS) most = WORLD_MAX_TOKENS;
     const int style = (int)run_below(random, 10);
     const int64_t same = run_between(random, 1, most);

@@ -9,6 +9,9 @@
 
 #define WORLD_MAX_TOKENS 48 /* largest number of tokens per rank */
 
+/* Largest number of choices per rank. The suite lowers it for emulated groups of many ranks. */
+extern int64_t world_most_choices;
+
 /* The seats of a group and its members, in ascending order of their seats. */
 typedef struct world_seats {
     int num_seats, num_members;

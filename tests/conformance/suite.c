@@ -17,6 +17,10 @@
  * computes the expected results of all ranks. */
 #define FEW_RANKS 8
 #define MOST_WINDOW_RANKS 32 /* of backend p2p */
+/* On devices, groups of more ranks than this run all parts in one group, with at most this many
+ * choices per rank (one token with the largest top_k), because the emulator is slow. */
+#define MANY_DEVICE_RANKS 32
+#define MANY_CHOICES 64
 #define SECONDS 240          /* time after which a rank counts as hung */
 
 /* One rank of one group. */
@@ -31,6 +35,7 @@ typedef struct member {
     bool windows; /* arrays of calls lie in windows of the contexts */
     const world_seats *seats;
     suite_set_members *set_members; /* NULL: no seat is vacant */
+    epic_context *group;            /* the group of all parts, or NULL: each part opens its own */
 } member;
 
 /* Returns whether the seat of this rank is vacant. */
@@ -53,8 +58,14 @@ static bool has_many_ranks(const member *m)
     return m->bootstrap->num_ranks > FEW_RANKS;
 }
 
+static bool has_many_device_ranks(int num_ranks)
+{
+    return suite_there->device && num_ranks > MANY_DEVICE_RANKS;
+}
+
 static epic_context *open_group(const member *m, uint32_t wanted, bool little)
 {
+    if (m->group) return m->group;
     const uint32_t max_in_flight = has_many_ranks(m) && !wanted ? 4 : wanted;
     const int ranks = m->bootstrap->num_ranks;
     const int64_t least = m->windows ? EPIC_LEAST_STAGING : least_staging(ranks, max_in_flight);
@@ -93,6 +104,7 @@ static bool close_group(const member *m, epic_context *ctx)
     if (!ctx) return is_vacant(m);
     const epic_result result = epic_check(ctx);
     CHECK_SAY(result == EPIC_OK, "the group is broken: %s", epic_error(ctx));
+    if (ctx == m->group) return result == EPIC_OK; /* later parts use it, too */
     case_windows_close(ctx);
     epic_close(ctx);
     return result == EPIC_OK;
@@ -273,9 +285,10 @@ static bool bad_data(const member *m)
 static bool simple_step(const member *m)
 {
     if (m->set_members) return true;
+    const int least = has_many_device_ranks(m->bootstrap->num_ranks) ? 3 : 4; /* one unweighted */
     epic_context *ctx = open_group(m, 2, false);
     for (int gradients = 0; whole(m, ctx) && gradients < 2; gradients++)
-        case_easy(ctx, m->bootstrap, m->cases > 4 ? m->cases : 4, gradients);
+        case_easy(ctx, m->bootstrap, m->cases > least ? m->cases : least, gradients);
     return close_group(m, ctx);
 }
 
@@ -337,13 +350,26 @@ static bool run_parts(const member *base, bool windows)
     return true;
 }
 
+/* Runs all parts in one group. */
+static void run_parts_in_one_group(member *m)
+{
+    epic_context *const ctx = open_group(m, 0, true);
+    m->group = ctx;
+    if (ctx) run_parts(m, false);
+    m->group = NULL;
+    close_group(m, ctx);
+}
+
 static void run_member(member *m)
 {
     m->meeting = m->bootstrap;
     for (int i = 0; m->meetings && i < m->seats->num_members; i++)
         if (m->seats->of[i] == m->bootstrap->rank) m->meeting = &m->meetings[i];
     if (suite_there->open) suite_there->open(m->bootstrap);
-    if (run_parts(m, false)) run_parts(m, true);
+    if (has_many_device_ranks(m->bootstrap->num_ranks))
+        run_parts_in_one_group(m);
+    else if (run_parts(m, false))
+        run_parts(m, true);
     if (suite_there->close) suite_there->close();
 }
 
@@ -372,6 +398,8 @@ static void body(const epic_bootstrap *bootstrap, void *self)
 static void run_ranks(member *m)
 {
     const int slower = m->seats->num_seats > 64 ? 8 : 1;
+    if (has_many_device_ranks(m->seats->num_seats))
+        world_most_choices = MANY_CHOICES;
     const unsigned seconds = (unsigned)(SECONDS * slower * (run_scale() > 1 ? run_scale() : 1));
     if (strcmp(m->backend, "shm") == 0)
         run_processes(m->seats->num_seats, body, m, seconds);

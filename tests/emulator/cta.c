@@ -25,7 +25,11 @@
 #define MAX_WARPS (EMULATOR_MAX_THREADS / EMULATOR_WARP)
 #define ALL 0xffffffffu
 #define JUNK 0xcd
+/* One in this many switches lets other threads of the operating system run. With many SMs these
+ * switches are rarer: each one replaces the stacks in the cache by those of another SM. */
 #define YIELD_ONE_IN 256
+#define YIELD_ONE_IN_MANY 4096
+#define MANY_SMS 64
 /* If all threads of a CTA nap, the SM sleeps: first NAP_NS, then each time twice as long as
  * before, until a thread does not nap. */
 #define NAP_NS 20000
@@ -44,17 +48,23 @@ typedef struct bulk { /* an unfinished cp.async.bulk from shared memory */
     void (*watch)(const void *);
 } bulk;
 
+/* Unfinished copies and bulk stores of a fiber. */
+typedef struct transfers {
+    copy copies[MAX_COPIES];
+    bulk bulk[MAX_BULK];
+} transfers;
+
+/* Small, because each switch between fibers reads one: so the fibers of a CTA are on few pages. */
 typedef struct fiber {
     emulator_thread place;
     jmp_buf jump;
     bool started; /* true: it has a stack and can continue */
     bool napping;
+    bool hidden; /* true: bulk stores do not yet see what it wrote */
     unsigned warp_calls;
     uint32_t group, num_copies;
-    copy copies[MAX_COPIES];
     uint32_t bulk_group, num_bulk;
-    bool hidden; /* true: bulk stores do not yet see what it wrote */
-    bulk bulk[MAX_BULK];
+    transfers *unfinished;
 } fiber;
 
 typedef struct warp {
@@ -78,6 +88,7 @@ typedef struct sm { /* an operating system thread that runs CTAs */
     unsigned idle; /* number of successive turns in which all fibers napped */
     long nap_ns;   /* how long the SM sleeps next */
     uint64_t random;
+    uint32_t yield_one_in;
     emulator_thread **place; /* emulator_here of this thread: finding it costs a call */
 } sm;
 
@@ -119,9 +130,9 @@ uint32_t emulator_random(void)
 
 /* ------------------------------------------------------------------------ taking turns ---- */
 
-static void push_fiber(sm *s, const fiber *f)
+static void push_fiber(sm *s, unsigned thread)
 {
-    s->queue[(s->first + s->waiting++) % EMULATOR_MAX_THREADS] = (uint16_t)f->place.thread;
+    s->queue[(s->first + s->waiting++) % EMULATOR_MAX_THREADS] = (uint16_t)thread;
 }
 
 static uint32_t *stack_of(const sm *s, const fiber *f)
@@ -135,9 +146,9 @@ static void end_barrier(sm *s)
     s->good = 1;
     s->at_barrier = 0;
     for (int i = 0; i < s->work->threads; i++) {
-        const fiber *f = &s->fibers[i];
         const uint32_t gone = s->warps[i / EMULATOR_WARP].gone;
-        if (f != s->running && !(gone >> i % EMULATOR_WARP & 1)) push_fiber(s, f);
+        if (&s->fibers[i] != s->running && !(gone >> i % EMULATOR_WARP & 1))
+            push_fiber(s, (unsigned)i);
     }
 }
 
@@ -203,7 +214,7 @@ static void run_next(sm *s)
 /* Sometimes lets other operating system threads run before the remaining lanes. */
 static void leave_the_sm(sm *s)
 {
-    if (draw_random(s) % YIELD_ONE_IN == 0) sched_yield();
+    if (draw_random(s) % s->yield_one_in == 0) sched_yield();
     if (!_setjmp(s->running->jump)) run_next(s);
 }
 
@@ -221,7 +232,7 @@ static void do_bulk(const bulk *b)
 /* Performs all bulk stores of a fiber, whether or not it waits for them. */
 static void do_all_bulk(fiber *f)
 {
-    for (uint32_t i = 0; i < f->num_bulk; i++) do_bulk(&f->bulk[i]);
+    for (uint32_t i = 0; i < f->num_bulk; i++) do_bulk(&f->unfinished->bulk[i]);
     f->num_bulk = 0;
 }
 
@@ -232,7 +243,7 @@ void emulator_nap(void)
     if (draw_random(s) % 4 == 0) finish_late_stores(false);
     s->running->napping = true;
     s->napping++;
-    push_fiber(s, s->running);
+    push_fiber(s, s->running->place.thread);
     leave_the_sm(s);
 }
 
@@ -252,7 +263,7 @@ const uint64_t *emulator_warp_sync(emulator_warp_call what, uint64_t value)
     if (w->arrived == ALL) {
         w->arrived = 0;
         for (unsigned i = 0; i < EMULATOR_WARP; i++)
-            if (i != lane) push_fiber(s, me - lane + i);
+            if (i != lane) push_fiber(s, thread - lane + i);
     } else {
         leave_the_sm(s);
     }
@@ -294,7 +305,7 @@ void emulator_copy(uint32_t to, const void *from, uint32_t bytes)
     fiber *me = here->running;
     if (me->num_copies == MAX_COPIES) emulator_die("%d copies under way", MAX_COPIES);
     if ((uintptr_t)from % bytes) emulator_die("a copy from an address that is not aligned");
-    copy *c = &me->copies[me->num_copies++];
+    copy *c = &me->unfinished->copies[me->num_copies++];
     *c = (copy){from, to, bytes, me->group, emulator_random() & 1, {0}};
     if (c->early) load_vectors(c->data, from, bytes);
     memset(emulator_shared(to, bytes), JUNK, bytes);
@@ -310,9 +321,9 @@ void emulator_wait_copies(int pending)
     fiber *me = here->running;
     uint32_t kept = 0;
     for (uint32_t i = 0; i < me->num_copies; i++) {
-        copy *c = &me->copies[i];
+        copy *c = &me->unfinished->copies[i];
         if (c->group + (uint32_t)pending >= me->group) {
-            me->copies[kept++] = *c;
+            me->unfinished->copies[kept++] = *c;
             continue;
         }
         if (!c->early) load_vectors(c->data, c->from, c->bytes);
@@ -350,7 +361,7 @@ void emulator_bulk(void *to, uint32_t from, uint32_t bytes, void (*watch)(const 
     if (me->num_bulk == MAX_BULK || emulator_random() & 1)
         do_bulk(&b);
     else
-        me->bulk[me->num_bulk++] = b;
+        me->unfinished->bulk[me->num_bulk++] = b;
 }
 
 void emulator_end_bulk(void)
@@ -363,10 +374,10 @@ void emulator_wait_bulk(int pending)
     fiber *me = here->running;
     uint32_t kept = 0;
     for (uint32_t i = 0; i < me->num_bulk; i++)
-        if (me->bulk[i].group + (uint32_t)pending >= me->bulk_group)
-            me->bulk[kept++] = me->bulk[i];
+        if (me->unfinished->bulk[i].group + (uint32_t)pending >= me->bulk_group)
+            me->unfinished->bulk[kept++] = me->unfinished->bulk[i];
         else
-            do_bulk(&me->bulk[i]);
+            do_bulk(&me->unfinished->bulk[i]);
     me->num_bulk = kept;
 }
 
@@ -387,8 +398,11 @@ static sm *make_sm(void)
     sm *s = map_stack(sizeof *s);
     s->fibers = map_stack(EMULATOR_MAX_THREADS * sizeof *s->fibers);
     s->stacks = map_stack((size_t)EMULATOR_MAX_THREADS * STACK_BYTES);
+    transfers *unfinished = map_stack(EMULATOR_MAX_THREADS * sizeof *unfinished);
+    for (int i = 0; i < EMULATOR_MAX_THREADS; i++) s->fibers[i].unfinished = &unfinished[i];
     s->shared = map_stack(SHARED_BYTES);
     s->place = &emulator_here;
+    s->yield_one_in = num_sms() > MANY_SMS ? YIELD_ONE_IN_MANY : YIELD_ONE_IN;
     s->random = (seed ? strtoull(seed, NULL, 10) : 0) * 0x9e3779b97f4a7c15u +
                 (__atomic_add_fetch(&made, 1, __ATOMIC_RELAXED) << 20) + 0x2545f491u;
     return s;
@@ -405,7 +419,7 @@ static void queue_warps(sm *s, int warps)
     }
     for (int i = 0; i < warps; i++)
         for (int lane = 0; lane < EMULATOR_WARP; lane++)
-            push_fiber(s, &s->fibers[order[i] * EMULATOR_WARP + lane]);
+            push_fiber(s, (unsigned)(order[i] * EMULATOR_WARP + lane));
 }
 
 static void reset_sm(sm *s, const launch *work, int cta)
