@@ -22,6 +22,7 @@
 #define MAX_PRINTED 40
 #define BOOTSTRAP_BYTES 16384 /* largest number of bytes that a rank gathers */
 #define BOOTSTRAP_S 30
+#define BOOTSTRAP_MANY_S 600 /* with more than 64 ranks, which may share few cores */
 
 /* ----------------------------------------------------------------------------- checks ---- */
 
@@ -222,8 +223,8 @@ void run_threads(int num_ranks, run_body *body, void *self)
     epic_bootstrap bootstraps[RUN_MAX_RANKS];
     rank_thread ranks[RUN_MAX_RANKS];
     pthread_t threads[RUN_MAX_RANKS];
-    if (!CHECK(epic_bootstrap_threads(bootstraps, num_ranks, BOOTSTRAP_S * 1000) == EPIC_OK))
-        return;
+    const uint32_t seconds = num_ranks > 64 ? BOOTSTRAP_MANY_S : BOOTSTRAP_S;
+    if (!CHECK(epic_bootstrap_threads(bootstraps, num_ranks, seconds * 1000) == EPIC_OK)) return;
     for (int r = 0; r < num_ranks; r++) {
         ranks[r] = (rank_thread){bootstraps[r], body, self, check_seed};
         pthread_create(&threads[r], NULL, run_thread, &ranks[r]);

@@ -285,10 +285,12 @@ static bool bad_data(const member *m)
 static bool simple_step(const member *m)
 {
     if (m->set_members) return true;
-    const int least = has_many_device_ranks(m->bootstrap->num_ranks) ? 3 : 4; /* one unweighted */
+    const bool many = has_many_device_ranks(m->bootstrap->num_ranks);
     epic_context *ctx = open_group(m, 2, false);
-    for (int gradients = 0; whole(m, ctx) && gradients < 2; gradients++)
+    for (int gradients = 0; whole(m, ctx) && gradients < 2; gradients++) {
+        const int least = !many ? 4 : gradients ? 3 : 1; /* every third round has no weights */
         case_easy(ctx, m->bootstrap, m->cases > least ? m->cases : least, gradients);
+    }
     return close_group(m, ctx);
 }
 
@@ -353,7 +355,7 @@ static bool run_parts(const member *base, bool windows)
 /* Runs all parts in one group. */
 static void run_parts_in_one_group(member *m)
 {
-    epic_context *const ctx = open_group(m, 0, true);
+    epic_context *const ctx = open_group(m, 2, true);
     m->group = ctx;
     if (ctx) run_parts(m, false);
     m->group = NULL;

@@ -25,15 +25,17 @@
 #define MAX_WARPS (EMULATOR_MAX_THREADS / EMULATOR_WARP)
 #define ALL 0xffffffffu
 #define JUNK 0xcd
-/* One in this many switches lets other threads of the operating system run. With many SMs these
- * switches are rarer: each one replaces the stacks in the cache by those of another SM. */
-#define YIELD_ONE_IN 256
-#define YIELD_ONE_IN_MANY 4096
 #define MANY_SMS 64
-/* If all threads of a CTA nap, the SM sleeps: first NAP_NS, then each time twice as long as
- * before, until a thread does not nap. */
-#define NAP_NS 20000
-#define LONGEST_NAP_NS 640000
+/* How an SM shares the cores with the other SMs: one in `yield_one_in` switches between fibers lets
+ * other threads of the operating system run. If all threads of a CTA nap, the SM sleeps: first
+ * nap_ns, then each time twice as long as before, until a thread does not nap. Many SMs yield
+ * more rarely, because each yield replaces the stacks in the caches by those of another SM. They
+ * also sleep longer, because a CTA whose threads all poll takes about 0.1 ms per turn. */
+typedef struct sharing {
+    uint32_t yield_one_in;
+    long nap_ns, longest_nap_ns;
+} sharing;
+static const sharing few_sms = {256, 20000, 640000}, many_sms = {4096, 20000, 10240000};
 
 typedef struct copy { /* an unfinished cp.async */
     const void *from;
@@ -88,7 +90,7 @@ typedef struct sm { /* an operating system thread that runs CTAs */
     unsigned idle; /* number of successive turns in which all fibers napped */
     long nap_ns;   /* how long the SM sleeps next */
     uint64_t random;
-    uint32_t yield_one_in;
+    const sharing *sharing;
     emulator_thread **place; /* emulator_here of this thread: finding it costs a call */
 } sm;
 
@@ -201,11 +203,11 @@ static void run_next(sm *s)
         s->napping--;
         if (!all_nap) {
             s->idle = 0;
-            s->nap_ns = NAP_NS;
+            s->nap_ns = s->sharing->nap_ns;
         } else if (++s->idle > s->waiting) {
             s->idle = 0;
             nanosleep(&(struct timespec){.tv_nsec = s->nap_ns}, NULL);
-            if (s->nap_ns < LONGEST_NAP_NS) s->nap_ns *= 2;
+            if (s->nap_ns < s->sharing->longest_nap_ns) s->nap_ns *= 2;
         }
     }
     switch_to(s, next);
@@ -214,7 +216,7 @@ static void run_next(sm *s)
 /* Sometimes lets other operating system threads run before the remaining lanes. */
 static void leave_the_sm(sm *s)
 {
-    if (draw_random(s) % s->yield_one_in == 0) sched_yield();
+    if (draw_random(s) % s->sharing->yield_one_in == 0) sched_yield();
     if (!_setjmp(s->running->jump)) run_next(s);
 }
 
@@ -402,7 +404,7 @@ static sm *make_sm(void)
     for (int i = 0; i < EMULATOR_MAX_THREADS; i++) s->fibers[i].unfinished = &unfinished[i];
     s->shared = map_stack(SHARED_BYTES);
     s->place = &emulator_here;
-    s->yield_one_in = num_sms() > MANY_SMS ? YIELD_ONE_IN_MANY : YIELD_ONE_IN;
+    s->sharing = num_sms() > MANY_SMS ? &many_sms : &few_sms;
     s->random = (seed ? strtoull(seed, NULL, 10) : 0) * 0x9e3779b97f4a7c15u +
                 (__atomic_add_fetch(&made, 1, __ATOMIC_RELAXED) << 20) + 0x2545f491u;
     return s;
@@ -429,7 +431,7 @@ static void reset_sm(sm *s, const launch *work, int cta)
     s->at_barrier = 0;
     s->good = 1;
     s->first = s->waiting = s->napping = s->idle = 0;
-    s->nap_ns = NAP_NS;
+    s->nap_ns = s->sharing->nap_ns;
     memset(s->warps, 0, sizeof s->warps);
     /* otherwise the memory keeps what the last CTA left there */
     if (emulator_random() & 1) memset(s->shared, JUNK, (size_t)work->shared_bytes);
