@@ -224,7 +224,8 @@ void run_threads(int num_ranks, run_body *body, void *self)
     rank_thread ranks[RUN_MAX_RANKS];
     pthread_t threads[RUN_MAX_RANKS];
     const uint32_t seconds = num_ranks > 64 ? BOOTSTRAP_MANY_S : BOOTSTRAP_S;
-    if (!CHECK(epic_bootstrap_threads(bootstraps, num_ranks, seconds * 1000) == EPIC_OK)) return;
+    if (!CHECK(epic_bootstrap_threads(bootstraps, num_ranks, seconds * 1000) == EPIC_OK))
+        return;
     for (int r = 0; r < num_ranks; r++) {
         ranks[r] = (rank_thread){bootstraps[r], body, self, check_seed};
         pthread_create(&threads[r], NULL, run_thread, &ranks[r]);

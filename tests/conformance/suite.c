@@ -21,7 +21,7 @@
  * choices per rank (one token with the largest top_k), because the emulator is slow. */
 #define MANY_DEVICE_RANKS 32
 #define MANY_CHOICES 64
-#define SECONDS 240          /* time after which a rank counts as hung */
+#define SECONDS 240 /* time after which a rank counts as hung */
 
 /* One rank of one group. */
 typedef struct member {
@@ -35,7 +35,7 @@ typedef struct member {
     bool windows; /* arrays of calls lie in windows of the contexts */
     const world_seats *seats;
     suite_set_members *set_members; /* NULL: no seat is vacant */
-    epic_context *group;            /* the group of all parts, or NULL: each part opens its own */
+    epic_context *group; /* the group of all parts, or NULL: each part opens its own */
 } member;
 
 /* Returns whether the seat of this rank is vacant. */
@@ -400,8 +400,7 @@ static void body(const epic_bootstrap *bootstrap, void *self)
 static void run_ranks(member *m)
 {
     const int slower = m->seats->num_seats > 64 ? 8 : 1;
-    if (has_many_device_ranks(m->seats->num_seats))
-        world_most_choices = MANY_CHOICES;
+    if (has_many_device_ranks(m->seats->num_seats)) world_most_choices = MANY_CHOICES;
     const unsigned seconds = (unsigned)(SECONDS * slower * (run_scale() > 1 ? run_scale() : 1));
     if (strcmp(m->backend, "shm") == 0)
         run_processes(m->seats->num_seats, body, m, seconds);
