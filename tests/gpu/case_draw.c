@@ -68,7 +68,8 @@ static int64_t min_of(int64_t a, int64_t b)
 }
 
 /* Limits a case to what the low-latency kernels that make the plan support
- * (p2p_can_plan_lowlat). */
+ * (p2p_can_plan_lowlat). With so many ranks that these support no layer, only limits it to one
+ * choice per token and one expert per rank. */
 static void limit_to_plain(test_case *c, int64_t max_tokens)
 {
     epic_layer *l = &c->r.layer;
@@ -76,8 +77,9 @@ static void limit_to_plain(test_case *c, int64_t max_tokens)
     const int64_t block = min_of(P2P_LOWLAT_MASKS / groups, P2P_LOWLAT_EXPERTS) / n;
     c->plain = true;
     const int64_t ids = P2P_LOWLAT_IDS / (n * max_tokens);
-    l->top_k = (uint32_t)min_of(l->top_k, ids / P2P_LOWLAT_LANE_IDS * P2P_LOWLAT_LANE_IDS);
-    l->num_experts = (uint32_t)(n * min_of(l->num_experts / n, block));
+    const int64_t most_k = ids / P2P_LOWLAT_LANE_IDS * P2P_LOWLAT_LANE_IDS;
+    l->top_k = (uint32_t)min_of(l->top_k, most_k ? most_k : 1);
+    l->num_experts = (uint32_t)(n * min_of(l->num_experts / n, block ? block : 1));
     l->layout = EPIC_EXPERT_MAJOR;
     l->sum_order = EPIC_BY_RANK;
 }
