@@ -52,7 +52,7 @@ template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove
     } else if (plan.layer.alignment > 1) {
         const auto padding_in = [&](int slab) {
             const int e = plan.self.rank * plan.block + slab;
-            const int32_t count = m.tables->p.load[e], *start = m.tables->p.group_slab_start;
+            const int32_t count = m.tables->load[e], *start = m.tables->group_slab_start;
             const int32_t rows = (int32_t)round_up_rows(count, plan.layer.alignment);
             return device_padding{start[e] - start[plan.self.rank * plan.block] + count,
                                   rows - count};

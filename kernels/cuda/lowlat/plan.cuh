@@ -291,7 +291,7 @@ __device__ __forceinline__ int32_t count_choices(LowlatPlan &tables, const p2p_p
         }
     }
     if (tables.has_repeats) count = tables.count_before(ranks, 0, (uint16_t)e);
-    tables.p.load[e] = count;
+    tables.load[e] = count;
     return (int32_t)round_up_rows(count, job.layer.alignment);
 }
 
@@ -310,7 +310,7 @@ static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job
             const int32_t r = __shfl_up_sync(ALL_LANES, upto, d);
             if (lane_id() >= d) upto += r;
         }
-        if (e < experts) tables.p.group_slab_start[e] = upto - rows;
+        if (e < experts) tables.group_slab_start[e] = upto - rows;
         if (lane_id() == WARP - 1) tables.chunk_slots[chunk] = upto;
     }
     __syncthreads();
@@ -319,7 +319,7 @@ static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job
         const int32_t slots = lane_id() < chunks ? tables.chunk_slots[lane_id()] : 0;
         const int32_t before =
             (int32_t)__reduce_add_sync(ALL_LANES, lane_id() < chunk ? (uint32_t)slots : 0);
-        if (e < experts) tables.p.group_slab_start[e] += before;
+        if (e < experts) tables.group_slab_start[e] += before;
         if (chunk == chunks - 1 && lane_id() == chunk) tables.total_slots = before + slots;
     }
     __syncthreads();
@@ -574,9 +574,9 @@ static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job 
     const int slabs = 1 << device_slab_bits(job.block), first = job.self.rank * job.block;
     for (int l = lane_id(); l < slabs; l += WARP) {
         const int e = first + min(l, job.block - 1);
-        const int32_t count = l < job.block ? tables.p.load[e] : 0;
+        const int32_t count = l < job.block ? tables.load[e] : 0;
         const int32_t rows = (int32_t)round_up_rows(count, job.layer.alignment);
-        const int32_t begin = tables.p.group_slab_start[e] - tables.p.group_slab_start[first];
+        const int32_t begin = tables.group_slab_start[e] - tables.group_slab_start[first];
         padding[l] = {rows == count ? 0 : begin + count, rows - count};
         if (l >= job.block) continue;
         slab_begin[l] = begin;

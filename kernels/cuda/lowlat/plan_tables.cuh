@@ -19,6 +19,7 @@
 #ifndef EPIC_LOWLAT_PLAN_TABLES_CUH
 #define EPIC_LOWLAT_PLAN_TABLES_CUH
 
+#include "cuda/common/shared_array.cuh"
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/lowlat/lowlat.cuh"
 
@@ -40,15 +41,18 @@ struct PlanCheck {
 /* The tables of a plan (see above). The struct is in static shared memory. Its arrays are in
  * dynamic shared memory. */
 struct LowlatPlan {
-    /* The state of the general planner. Here only these members are used: `load`,
-     * group_slab_start, `capacity`, `demand`, needed_slots, bad_ranks and `header`. */
+    /* The state of the general planner. Here only these members are used: `load`, `capacity`,
+     * `demand`, needed_slots, bad_ranks and `header`. */
     Planner p;
+    /* [num_experts]: load: the array p.load, the number of choices of each expert.
+     * group_slab_start: see the top of this file */
+    SharedArray<int32_t> load, group_slab_start;
     /* mask, earlier_choices: [token blocks of all ranks][num_experts] */
-    uint32_t *mask;
-    uint16_t *earlier_choices;
+    SharedArray<uint32_t> mask;
+    SharedArray<uint16_t> earlier_choices;
     /* encoded expert ids of all choices: [num_ranks][max_tokens][id_lanes *
      * P2P_LOWLAT_LANE_IDS] */
-    uint16_t *ids;
+    SharedArray<uint16_t> ids;
     /* number of tokens of each rank */
     int32_t tokens[DEVICE_MAX_RANKS];
     int32_t recv_rows[DEVICE_MAX_RANKS]; /* number of rows of each rank's receive buffer */
@@ -83,7 +87,7 @@ struct LowlatPlan {
                                                int first) const
     {
         const int index = (rank * num_groups + token / WARP) * num_experts + e;
-        const int32_t begin = p.group_slab_start[e] - p.group_slab_start[first];
+        const int32_t begin = group_slab_start[e] - group_slab_start[first];
         if (!has_repeats)
             return begin + earlier_choices[index] +
                    __popc(mask[index] & ((1u << token % WARP) - 1));
@@ -123,7 +127,7 @@ struct LowlatPlan {
     __device__ __forceinline__ int32_t slots_before(const p2p_plan_job &job, int q) const
     {
         const int e = q * job.block;
-        return e < num_experts ? p.group_slab_start[e] : total_slots;
+        return e < num_experts ? group_slab_start[e] : total_slots;
     }
     /* Writes the record of `token`, a token of `rank`, to the plan. The record lists the slots
      * that the token has on the calling rank. If the token is a token of the calling rank, also
@@ -193,9 +197,10 @@ static __device__ void open_tables(LowlatPlan &tables, const p2p_plan_job &job, 
     }
     if (threadIdx.x) return;
     tables.mask = mask;
-    tables.p.load = (int32_t *)(mask + masks);
-    tables.p.group_slab_start = tables.p.load + experts;
-    tables.ids = (uint16_t *)(((uintptr_t)(tables.p.group_slab_start + experts) + 7) / 8 * 8);
+    tables.load = (int32_t *)(mask + masks);
+    tables.p.load = tables.load;
+    tables.group_slab_start = tables.load + experts;
+    tables.ids = (uint16_t *)(((uintptr_t)(tables.group_slab_start + experts) + 7) / 8 * 8);
     tables.earlier_choices = tables.ids + ranks * job.max_lowlat_tokens *
                                               id_lanes_of(job.layer) * P2P_LOWLAT_LANE_IDS;
     tables.max_tokens = job.max_lowlat_tokens;

@@ -73,10 +73,6 @@ struct Planner {
         int32_t *slab_start;
         /* FLAT, which has no slabs: index of the expert among the experts of its rank */
         int32_t *local_expert;
-        /* Low-latency plans (lowlat/plan.cuh): like slab_start, but the slots of all ranks are
-         * numbered consecutively. So the first slot of rank 1 follows the last slot of rank
-         * 0. */
-        int32_t *group_slab_start;
     };
     /* [num_warps][num_tallies]: the tallies of each warp. publish_tallies() replaces them by
      * their exclusive prefix sums over the warps of this CTA. */
