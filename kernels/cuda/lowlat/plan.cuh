@@ -166,75 +166,96 @@ struct IdSender {
     }
 };
 
-/* Marks in the mask of expert e (plan_tables.cuh) that `token`, a token of `rank`, has chosen
- * this expert in choice k. `e`: the encoded expert id. If e is LOWLAT_INVALID_ID, the choice is
- * wrong, and bad_choice[rank] becomes the lower of its old value and the choice's index.
- * Returns true if the token was already marked, because another of its choices has the same
- * expert. */
-__device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_t token, int k,
-                                            uint32_t e)
+/* Adds the choices of one rank to the tables. The members are copies of values in shared memory,
+ * which the compiler would otherwise load again after each store. */
+struct ChoiceMarker {
+    LowlatPlan &tables;
+    const int rank; /* the rank whose choices are added */
+    const uint32_t num_experts;
+    const int ids_per_token; /* number of elements of `ids` for each token */
+    /* the parts of LowlatPlan::mask and LowlatPlan::ids that belong to this rank */
+    uint32_t *const mask;
+    uint16_t *const ids;
+    bool has_repeats; /* true: a token has chosen an expert twice */
+
+    __device__ __forceinline__ ChoiceMarker(LowlatPlan &plan, int of_rank)
+        : tables(plan), rank(of_rank), num_experts((uint32_t)plan.num_experts),
+          ids_per_token(plan.id_lanes * P2P_LOWLAT_LANE_IDS),
+          mask(plan.mask + of_rank * plan.num_groups * plan.num_experts),
+          ids(plan.ids + plan.first_id_index(of_rank, 0)), has_repeats(false)
+    {
+    }
+    /* Marks in the mask of expert e (plan_tables.cuh) that `token` has chosen this expert in
+     * choice k. `e`: the encoded expert id. If e is LOWLAT_INVALID_ID, the choice is wrong, and
+     * bad_choice[rank] becomes the lower of its old value and the choice's index. */
+    __device__ __forceinline__ void mark_choice(int32_t token, int k, uint32_t e)
+    {
+        const uint32_t bit = 1u << token % WARP;
+        if (e < num_experts)
+            has_repeats |=
+                (atomicOr(mask + (uint32_t)(token / WARP) * num_experts + e, bit) & bit) != 0;
+        else if (e == LOWLAT_INVALID_ID)
+            atomicMin(&tables.bad_choice[rank], (uint32_t)(token * tables.top_k + k));
+    }
+    /* Sets tables.has_repeats if a token has chosen an expert twice. Called after the last choice. */
+    __device__ __forceinline__ void note_repeats() const
+    {
+        if (has_repeats) tables.has_repeats = true;
+    }
+};
+
+/* Returns the index of this thread among the workers of its CTA. The last warps have the first
+ * indices, because the first warps may still be sending rows. */
+__device__ __forceinline__ int gatherer_index()
 {
-    if (e == LOWLAT_INVALID_ID)
-        atomicMin(&tables.bad_choice[rank], (uint32_t)(token * tables.top_k + k));
-    if (e >= (uint32_t)tables.num_experts) return false;
-    const uint32_t bit = 1u << token % WARP;
-    return (atomicOr(
-                &tables.mask[(rank * tables.num_groups + token / WARP) * tables.num_experts +
-                             (int)e],
-                bit) &
-            bit) != 0;
+    return (LOWLAT_WORKERS - 1 - (int)threadIdx.x / WARP) * WARP + lane_id();
 }
 
-/* Stores P2P_LOWLAT_LANE_IDS (4) choices of `token`, a token of `rank`, in the tables, starting
- * with choice 4 * id_lane. `ids`: the encoded expert ids of these choices, two per word. */
-__device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, int32_t token,
-                                                  int id_lane, const uint32_t (&ids)[2])
+/* Adds the choices of this rank's tokens to the tables. Each lane handles one choice of a token
+ * at a time. Called by the workers of the CTA. */
+static __device__ void gather_own_ids(LowlatPlan &tables, const p2p_plan_job &job)
 {
-    bool has_repeats = false;
-    *(uint2 *)(tables.ids + tables.first_id_index(rank, token) +
-               id_lane * P2P_LOWLAT_LANE_IDS) = make_uint2(ids[0], ids[1]);
-#pragma unroll
-    for (int j = 0; j < P2P_LOWLAT_LANE_IDS; j++)
-        has_repeats |= mark_choice(tables, rank, token, id_lane * P2P_LOWLAT_LANE_IDS + j,
-                                   ids[j / 2] >> (j % 2 * 16) & 0xffff);
-    if (has_repeats) tables.has_repeats = true;
+    ChoiceMarker marker(tables, job.self.rank);
+    const int choice_bits = bits_of(marker.ids_per_token);
+    const int k = gatherer_index() & ((1 << choice_bits) - 1);
+    const int32_t step = LOWLAT_WORKERS * WARP >> choice_bits;
+    if (k >= marker.ids_per_token) return;
+    for (int32_t token = gatherer_index() >> choice_bits; token < job.num_tokens;
+         token += step) {
+        const uint32_t e = encode_id(job, raw_id(job, token, k));
+        marker.ids[token * marker.ids_per_token + k] = (uint16_t)e;
+        marker.mark_choice(token, k, e);
+    }
+    marker.note_repeats();
 }
 
-/* Waits for the expert ids of all ranks, and stores them in the tables. Each lane handles
- * tokens of one rank, and four ids of a token at a time. Called by the workers of the CTA. The
- * last warps get the first tokens, because the first warps may still be sending rows. Returns
- * false if the group has failed. */
-static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
-                                  const OpState &op)
+/* Waits for the expert ids of the peers, and adds their choices to the tables. Each lane handles
+ * tokens of one peer, and P2P_LOWLAT_LANE_IDS (4) choices of a token at a time. Called by the
+ * workers of the CTA. Returns false if the group has failed. */
+static __device__ bool gather_peer_ids(LowlatPlan &tables, const p2p_plan_job &job,
+                                       const OpState &op)
 {
     const p2p_self &self = job.self;
-    const int id_lanes = id_lanes_of(job.layer), id_lane_bits = bits_of(id_lanes);
-    const int rank_bits = bits_of(self.num_ranks);
-    const int first = (LOWLAT_WORKERS - 1 - (int)threadIdx.x / WARP) * WARP + lane_id();
-    const int id_lane = first & ((1 << id_lane_bits) - 1);
-    const int rank = first >> id_lane_bits & ((1 << rank_bits) - 1);
-    const bool own = rank == self.rank,
-               is_used = id_lane < id_lanes && is_member(self, op, rank);
-    const int32_t token_step = LOWLAT_WORKERS * WARP >> (id_lane_bits + rank_bits);
-    int32_t token = first >> (id_lane_bits + rank_bits);
+    const int peers = self.num_ranks - 1;
+    const int id_lane_bits = bits_of(tables.id_lanes), peer_bits = bits_of(peers);
+    const int id_lane = gatherer_index() & ((1 << id_lane_bits) - 1);
+    const int peer = gatherer_index() >> id_lane_bits & ((1 << peer_bits) - 1);
+    const int rank = wrap_rank(self.rank + 1 + min(peer, peers - 1), self.num_ranks);
+    const int32_t step = LOWLAT_WORKERS * WARP >> (id_lane_bits + peer_bits);
+    const int first = id_lane * P2P_LOWLAT_LANE_IDS; /* the first of the lane's choices */
+    const bool is_used = id_lane < tables.id_lanes && peer < peers && is_member(self, op, rank);
+    ChoiceMarker marker(tables, rank);
+    int32_t token = gatherer_index() >> (id_lane_bits + peer_bits);
     /* number of tokens of `rank`; -1 until its announcement has arrived */
-    int32_t num_tokens = own ? job.num_tokens : is_used ? -1 : 0;
+    int32_t num_tokens = is_used ? -1 : 0;
     const uint64_t *announced =
-        announcement_words(self, op, self.heap[self.rank], is_used ? rank : 0) +
-        P2P_ANNOUNCED_TOKENS;
-    for (; !__all_sync(ALL_LANES, token >= (num_tokens < 0 ? tables.max_tokens : num_tokens));
-         token += token_step) {
+        announcement_words(self, op, self.heap[self.rank], rank) + P2P_ANNOUNCED_TOKENS;
+    for (; __any_sync(ALL_LANES, token < (num_tokens < 0 ? tables.max_tokens : num_tokens));
+         token += step) {
         uint32_t ids[2];
-        bool waits =
-            is_used && !own && token < (num_tokens < 0 ? tables.max_tokens : num_tokens);
+        bool waits = token < (num_tokens < 0 ? tables.max_tokens : num_tokens);
         const uint64_t *from =
-            id_words(job, op, self.heap[self.rank], is_used ? rank : 0, waits ? token : 0) +
-            2 * id_lane;
-        if (is_used && own && token < num_tokens) {
-            const int k = id_lane * P2P_LOWLAT_LANE_IDS;
-            ids[0] = pack_ids(job, raw_id(job, token, k), raw_id(job, token, k + 1));
-            ids[1] = pack_ids(job, raw_id(job, token, k + 2), raw_id(job, token, k + 3));
-        }
+            id_words(job, op, self.heap[self.rank], rank, waits ? token : 0) + 2 * id_lane;
         int missing = -1;
         const bool ok = wait_warp(op, missing, P2P_PHASE_COUNTS, [&] {
             if (waits) {
@@ -254,9 +275,25 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
             return __any_sync(ALL_LANES, waits) == 0;
         });
         if (!ok) return false;
-        if (is_used && token < num_tokens) mark_lane_choices(tables, rank, token, id_lane, ids);
+        if (token >= num_tokens) continue;
+        *(uint2 *)(marker.ids + token * marker.ids_per_token + first) =
+            make_uint2(ids[0], ids[1]);
+#pragma unroll
+        for (int j = 0; j < P2P_LOWLAT_LANE_IDS; j++)
+            marker.mark_choice(token, first + j, ids[j / 2] >> (j % 2 * 16) & 0xffff);
     }
+    marker.note_repeats();
     return true;
+}
+
+/* Waits for the expert ids of all ranks, and stores them in the tables. Called by the workers of
+ * the CTA. Returns false if the group has failed. */
+static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
+                                  const OpState &op)
+{
+    gather_own_ids(tables, job);
+    __syncwarp();
+    return job.self.num_ranks == 1 || gather_peer_ids(tables, job, op);
 }
 
 /* Waits for the sizes (tokens, capacity, rows) of all ranks, and stores them in the tables.
@@ -274,6 +311,8 @@ static __device__ bool gather_sizes(LowlatPlan &tables, const p2p_self &self, co
     return true;
 }
 
+#define MASKS_AT_ONCE 8 /* number of masks that a lane loads together */
+
 /* Counts the choices of expert e in all token blocks, and fills in earlier_choices. Returns the
  * number of slots that the expert needs. */
 __device__ __forceinline__ int32_t count_choices(LowlatPlan &tables, const p2p_plan_job &job,
@@ -282,12 +321,20 @@ __device__ __forceinline__ int32_t count_choices(LowlatPlan &tables, const p2p_p
     const int experts = tables.num_experts, ranks = job.self.num_ranks;
     int32_t count = 0;
     for (int q = 0; q < ranks; q++) {
-        const int index = q * tables.num_groups * experts + e,
-                  groups = (tables.tokens[q] + WARP - 1) / WARP;
-#pragma unroll 4
-        for (int g = 0; g < groups; g++) {
-            tables.earlier_choices[index + g * experts] = (uint16_t)count;
-            count += __popc(tables.mask[index + g * experts]);
+        const int groups = (tables.tokens[q] + WARP - 1) / WARP;
+        const int begin = q * tables.num_groups * experts + e;
+        const uint32_t *mask = tables.mask + begin;
+        uint16_t *earlier = tables.earlier_choices + begin;
+        for (int first = 0; first < groups; first += MASKS_AT_ONCE) {
+            int32_t choices[MASKS_AT_ONCE];
+#pragma unroll
+            for (int g = 0; g < MASKS_AT_ONCE; g++)
+                choices[g] = first + g < groups ? __popc(mask[(first + g) * experts]) : 0;
+#pragma unroll
+            for (int g = 0; g < MASKS_AT_ONCE; g++) {
+                if (first + g < groups) earlier[(first + g) * experts] = (uint16_t)count;
+                count += choices[g];
+            }
         }
     }
     if (tables.has_repeats) count = tables.count_before(ranks, 0, (uint16_t)e);
