@@ -47,4 +47,4 @@ gpu-bench-jax: gpu-idle gpu-build-jax $(GPU_OUT)/gpu_moe
 	@for what in "layer --c $(GPU_OUT)/gpu_moe" steps overlap host soak gemm; do \
 	    $(GPU_JAX) timeout -k 5 600 $(GPU_PYTHON) bench/gpu_jax.py $$what || exit 1; done
 	@$(GPU_JAX) timeout -k 5 600 $(GPU_PYTHON) bench/jax_bench.py --platform cuda --dtype bfloat16 \
-	    --devices $$(nvidia-smi -L | wc -l) --tokens 2048 --hidden 2048 --inner 768 --experts 64 --top-k 8
+	    --devices $$(nvidia-smi -L | grep -c "^GPU") --tokens 2048 --hidden 2048 --inner 768 --experts 64 --top-k 8

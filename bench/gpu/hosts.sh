@@ -13,7 +13,7 @@ run() {
 }
 failed=0
 # Every thread that copies host memory polls, so all ranks together must leave some cores free.
-ranks=$(nvidia-smi -L | wc -l)
+ranks=$(nvidia-smi -L | grep -c "^GPU")
 [ "$ranks" -ge 2 ] || ranks=2
 copiers=$(($(nproc) / ranks - 4))
 [ $copiers -le 14 ] || copiers=14

@@ -14,7 +14,7 @@ LAST=${LAST:-docs/lab/gpu-bench.json}
 SMS=${SMS:-48,64,132}
 MODELS=${MODELS:-deepseek-v3 qwen3-235b gpt-oss-120b llama4-maverick qwen3-30b dbrx}
 timeout 60 "$OUT/gpu_router"
-GPUS=$(nvidia-smi -L | wc -l)
+GPUS=$(nvidia-smi -L | grep -c "^GPU")
 if [ "$GPUS" -lt 2 ]; then
     echo "left out: the benchmarks need two GPUs, there is $GPUS"
     exit 0

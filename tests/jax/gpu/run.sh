@@ -15,7 +15,7 @@ PYTHON=${GPU_PYTHON:-python3}
 LIMIT=${EPIC_GPU_LIMIT:-300}
 COUNTS=${EPIC_GPU_COUNTS:-1 2 4 8}
 END=$(($(date +%s) + ${EPIC_GPU_TOTAL:-1000000}))
-GPUS=$(nvidia-smi -L 2>/dev/null | wc -l)
+GPUS=$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")
 [ "$GPUS" -gt 0 ] || { echo "there is no GPU"; exit 1; }
 export EPIC_LIBRARY_PATH="${EPIC_LIBRARY_PATH:-$PWD/build/lib}" PYTHONPATH="$PWD/bindings/python"
 export JAX_PLATFORMS=cuda,cpu PYTHONUNBUFFERED=1 TF_CPP_MIN_LOG_LEVEL=2

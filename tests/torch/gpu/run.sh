@@ -10,7 +10,7 @@ cd "$(dirname "$0")/../../.." || exit 1
 PYTHON=${GPU_PYTHON:-python3}
 LIMIT=${EPIC_GPU_LIMIT:-90}
 END=$(($(date +%s) + ${EPIC_GPU_TOTAL:-230}))
-GPUS=$(nvidia-smi -L 2>/dev/null | wc -l)
+GPUS=$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")
 [ "$GPUS" -gt 0 ] || { echo "there is no GPU"; exit 1; }
 export EPIC_LIBRARY_PATH="${EPIC_LIBRARY_PATH:-$PWD/build/lib}" PYTHONPATH="$PWD/bindings/python"
 export PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
