@@ -5,10 +5,10 @@
 
 #include "cuda/common/launch.cuh"
 
-/* The address of an array in dynamic shared memory, for members of a struct that is in shared
- * memory itself. It is used like a pointer, but it contains an offset: the compiler does not know
- * that a pointer which it loads from memory points to shared memory, and would generate generic
- * loads, stores and atomic operations. These are slower. */
+/* The address of an array in dynamic shared memory, for members of a struct that is also in
+ * shared memory. Code uses it like a pointer, but it stores an offset. If it stored a pointer,
+ * the compiler would not know that the pointer points to shared memory. The compiler would then
+ * generate generic loads, stores and atomic operations, which are slower. */
 template <class T> struct SharedArray {
     int32_t offset; /* in bytes, from the start of the dynamic shared memory */
 

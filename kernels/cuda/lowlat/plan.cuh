@@ -166,17 +166,18 @@ struct IdSender {
     }
 };
 
-/* Adds the choices of one rank to the tables. The members are copies of values in shared memory,
- * which the compiler would otherwise load again after each store. */
+/* Adds the choices of one rank to the tables. Each thread has its own ChoiceMarker. It copies
+ * values of the tables into registers, because the compiler would otherwise load them from
+ * shared memory again after each store. */
 struct ChoiceMarker {
     LowlatPlan &tables;
     const int rank; /* the rank whose choices are added */
     const uint32_t num_experts;
-    const int ids_per_token; /* number of elements of `ids` for each token */
+    const int ids_per_token; /* number of elements of `ids` per token, at least top_k */
     /* the parts of LowlatPlan::mask and LowlatPlan::ids that belong to this rank */
     uint32_t *const mask;
     uint16_t *const ids;
-    bool has_repeats; /* true: a token has chosen an expert twice */
+    bool has_repeats; /* true: this thread has found a token that chose an expert twice */
 
     __device__ __forceinline__ ChoiceMarker(LowlatPlan &plan, int of_rank)
         : tables(plan), rank(of_rank), num_experts((uint32_t)plan.num_experts),
@@ -186,8 +187,9 @@ struct ChoiceMarker {
     {
     }
     /* Marks in the mask of expert e (plan_tables.cuh) that `token` has chosen this expert in
-     * choice k. `e`: the encoded expert id. If e is LOWLAT_INVALID_ID, the choice is wrong, and
-     * bad_choice[rank] becomes the lower of its old value and the choice's index. */
+     * choice k. `e`: the encoded expert id. LOWLAT_NO_ID marks nothing. If e is
+     * LOWLAT_INVALID_ID, the choice is wrong, and bad_choice[rank] becomes the lower of its
+     * old value and the choice's index. */
     __device__ __forceinline__ void mark_choice(int32_t token, int k, uint32_t e)
     {
         const uint32_t bit = 1u << token % WARP;
@@ -197,7 +199,8 @@ struct ChoiceMarker {
         else if (e == LOWLAT_INVALID_ID)
             atomicMin(&tables.bad_choice[rank], (uint32_t)(token * tables.top_k + k));
     }
-    /* Sets tables.has_repeats if a token has chosen an expert twice. Called after the last choice. */
+    /* Sets tables.has_repeats if this thread has found a token that chose an expert twice.
+     * Called after the thread's last choice. */
     __device__ __forceinline__ void note_repeats() const
     {
         if (has_repeats) tables.has_repeats = true;
@@ -211,8 +214,8 @@ __device__ __forceinline__ int gatherer_index()
     return (LOWLAT_WORKERS - 1 - (int)threadIdx.x / WARP) * WARP + lane_id();
 }
 
-/* Adds the choices of this rank's tokens to the tables. Each lane handles one choice of a token
- * at a time. Called by the workers of the CTA. */
+/* Reads the expert ids of this rank's tokens, and adds their choices to the tables. Each lane
+ * handles one choice of a token at a time. Called by the workers of the CTA. */
 static __device__ void gather_own_ids(LowlatPlan &tables, const p2p_plan_job &job)
 {
     ChoiceMarker marker(tables, job.self.rank);
@@ -229,9 +232,9 @@ static __device__ void gather_own_ids(LowlatPlan &tables, const p2p_plan_job &jo
     marker.note_repeats();
 }
 
-/* Waits for the expert ids of the peers, and adds their choices to the tables. Each lane handles
- * tokens of one peer, and P2P_LOWLAT_LANE_IDS (4) choices of a token at a time. Called by the
- * workers of the CTA. Returns false if the group has failed. */
+/* Waits for the expert ids of the peers, and adds their choices to the tables. Each lane
+ * handles tokens of one peer, and P2P_LOWLAT_LANE_IDS (4) choices of a token at a time. Called
+ * by the workers of the CTA. Returns false if the group has failed. */
 static __device__ bool gather_peer_ids(LowlatPlan &tables, const p2p_plan_job &job,
                                        const OpState &op)
 {
@@ -242,7 +245,7 @@ static __device__ bool gather_peer_ids(LowlatPlan &tables, const p2p_plan_job &j
     const int peer = gatherer_index() >> id_lane_bits & ((1 << peer_bits) - 1);
     const int rank = wrap_rank(self.rank + 1 + min(peer, peers - 1), self.num_ranks);
     const int32_t step = LOWLAT_WORKERS * WARP >> (id_lane_bits + peer_bits);
-    const int first = id_lane * P2P_LOWLAT_LANE_IDS; /* the first of the lane's choices */
+    const int first = id_lane * P2P_LOWLAT_LANE_IDS; /* index of the lane's first choice */
     const bool is_used = id_lane < tables.id_lanes && peer < peers && is_member(self, op, rank);
     ChoiceMarker marker(tables, rank);
     int32_t token = gatherer_index() >> (id_lane_bits + peer_bits);
@@ -286,8 +289,9 @@ static __device__ bool gather_peer_ids(LowlatPlan &tables, const p2p_plan_job &j
     return true;
 }
 
-/* Waits for the expert ids of all ranks, and stores them in the tables. Called by the workers of
- * the CTA. Returns false if the group has failed. */
+/* Adds the choices of all ranks to the tables. The choices of this rank come first, because
+ * their ids need no wait. Called by the workers of the CTA. Returns false if the group has
+ * failed. */
 static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op)
 {
@@ -311,7 +315,7 @@ static __device__ bool gather_sizes(LowlatPlan &tables, const p2p_self &self, co
     return true;
 }
 
-#define MASKS_AT_ONCE 8 /* number of masks that a lane loads together */
+#define MASKS_AT_ONCE 8 /* number of masks that a lane loads before it uses any */
 
 /* Counts the choices of expert e in all token blocks, and fills in earlier_choices. Returns the
  * number of slots that the expert needs. */

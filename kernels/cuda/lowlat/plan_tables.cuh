@@ -44,8 +44,8 @@ struct LowlatPlan {
     /* The state of the general planner. Here only these members are used: `load`, `capacity`,
      * `demand`, needed_slots, bad_ranks and `header`. */
     Planner p;
-    /* [num_experts]: load: the array p.load, the number of choices of each expert.
-     * group_slab_start: see the top of this file */
+    /* Both [num_experts]. load: the number of choices of each expert; p.load points to the same
+     * array. group_slab_start: see the top of this file. */
     SharedArray<int32_t> load, group_slab_start;
     /* mask, earlier_choices: [token blocks of all ranks][num_experts] */
     SharedArray<uint32_t> mask;
