@@ -9,7 +9,7 @@
 
 #define WORLD_MAX_TOKENS 48 /* largest number of tokens per rank */
 
-/* Largest number of choices per rank. The suite lowers it for emulated groups of many ranks. */
+/* Largest number of choices per rank. For many ranks on devices, the suite lowers it. */
 extern int64_t world_most_choices;
 
 /* The seats of a group and its members, in ascending order of their seats. */

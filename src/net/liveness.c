@@ -18,7 +18,7 @@
 #include "bootstrap/bootstrap.h"
 #include "net/liveness_inner.h"
 
-#ifndef BEAT_MS     /* tests with many ranks on few cores set another one */
+#ifndef BEAT_MS     /* tests with many ranks on few cores set a longer one */
 #define BEAT_MS 100 /* time between two BEAT_BYTEs on a connection */
 #endif
 #define BEAT_BYTE 'b'

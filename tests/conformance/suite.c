@@ -17,8 +17,9 @@
  * computes the expected results of all ranks. */
 #define FEW_RANKS 8
 #define MOST_WINDOW_RANKS 32 /* of backend p2p */
-/* On devices, groups of more ranks than this run all parts in one group, with at most this many
- * choices per rank (one token with the largest top_k), because the emulator is slow. */
+/* On devices, groups of more than MANY_DEVICE_RANKS ranks are many. They run all parts in one
+ * group, with at most MANY_CHOICES choices per rank, because the emulator is slow. With the
+ * largest top_k this is one token. */
 #define MANY_DEVICE_RANKS 32
 #define MANY_CHOICES 64
 #define SECONDS 240 /* time after which a rank counts as hung */
@@ -35,7 +36,7 @@ typedef struct member {
     bool windows; /* arrays of calls lie in windows of the contexts */
     const world_seats *seats;
     suite_set_members *set_members; /* NULL: no seat is vacant */
-    epic_context *group; /* the group of all parts, or NULL: each part opens its own */
+    epic_context *group; /* the group that all parts use, or NULL: each part opens its own */
 } member;
 
 /* Returns whether the seat of this rank is vacant. */
@@ -288,7 +289,7 @@ static bool simple_step(const member *m)
     const bool many = has_many_device_ranks(m->bootstrap->num_ranks);
     epic_context *ctx = open_group(m, 2, false);
     for (int gradients = 0; whole(m, ctx) && gradients < 2; gradients++) {
-        const int least = !many ? 4 : gradients ? 3 : 1; /* every third round has no weights */
+        const int least = !many ? 4 : gradients ? 3 : 1; /* round 2 has no weights */
         case_easy(ctx, m->bootstrap, m->cases > least ? m->cases : least, gradients);
     }
     return close_group(m, ctx);
@@ -352,7 +353,7 @@ static bool run_parts(const member *base, bool windows)
     return true;
 }
 
-/* Runs all parts in one group. */
+/* Runs all parts in one group, without windows: such groups have none. */
 static void run_parts_in_one_group(member *m)
 {
     epic_context *const ctx = open_group(m, 2, true);

@@ -26,13 +26,16 @@
 #define ALL 0xffffffffu
 #define JUNK 0xcd
 #define MANY_SMS 64
-/* How an SM shares the cores with the other SMs: one in `yield_one_in` switches between fibers lets
- * other threads of the operating system run. If all threads of a CTA nap, the SM sleeps: first
- * nap_ns, then each time twice as long as before, until a thread does not nap. Many SMs yield
- * more rarely, because each yield replaces the stacks in the caches by those of another SM. They
- * also sleep longer, because a CTA whose threads all poll takes about 0.1 ms per turn. */
+/* How an SM shares the cores with the other SMs. An SM is a thread of the operating system, and
+ * its CTA's threads are fibers. A GPU with more than MANY_SMS SMs uses many_sms. There an SM
+ * yields more rarely, because each yield replaces the stacks in the caches by those of another
+ * SM. It also sleeps longer, because a CTA whose threads all poll needs about 0.1 ms of
+ * processor time before it sleeps again. */
 typedef struct sharing {
+    /* One in this many switches between fibers lets other SMs run (sched_yield). */
     uint32_t yield_one_in;
+    /* If all threads of a CTA nap, the SM sleeps: first nap_ns, then each time twice as long as
+     * before, up to longest_nap_ns, until a thread does not nap. */
     long nap_ns, longest_nap_ns;
 } sharing;
 static const sharing few_sms = {256, 20000, 640000}, many_sms = {4096, 20000, 10240000};
@@ -50,13 +53,14 @@ typedef struct bulk { /* an unfinished cp.async.bulk from shared memory */
     void (*watch)(const void *);
 } bulk;
 
-/* Unfinished copies and bulk stores of a fiber. */
+/* The unfinished copies and bulk stores of a fiber. */
 typedef struct transfers {
     copy copies[MAX_COPIES];
     bulk bulk[MAX_BULK];
 } transfers;
 
-/* Small, because each switch between fibers reads one: so the fibers of a CTA are on few pages. */
+/* A thread of a CTA. The struct is small, so that the fibers of a CTA lie on few pages: each
+ * switch between fibers reads one. */
 typedef struct fiber {
     emulator_thread place;
     jmp_buf jump;

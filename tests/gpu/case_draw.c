@@ -68,8 +68,8 @@ static int64_t min_of(int64_t a, int64_t b)
 }
 
 /* Limits a case to what the low-latency kernels that make the plan support
- * (p2p_can_plan_lowlat). With so many ranks that these support no layer, only limits it to one
- * choice per token and one expert per rank. */
+ * (p2p_can_plan_lowlat). If a limit is 0, because the group has too many ranks for these
+ * kernels, the case has one choice per token, or one expert per rank, instead. */
 static void limit_to_plain(test_case *c, int64_t max_tokens)
 {
     epic_layer *l = &c->r.layer;

@@ -32,7 +32,8 @@ static enum fault fault;
 static int culprit, deadline_ms = 200;
 static bool apart; /* rounds of few tokens in which no row goes to or comes from the culprit */
 
-/* Returns the number of tokens of a rank. With many ranks, every third has none in rounds apart. */
+/* Returns the number of tokens of a rank. In rounds with `apart`, every third rank of the
+ * libraries for many ranks has none. */
 static int64_t tokens_of(const team_rank *me)
 {
     return MANY_RANKS && apart && me->rank % 3 == 1 ? 0 : TOKENS;

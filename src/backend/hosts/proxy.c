@@ -55,7 +55,7 @@
 /* A sleep takes a 16th of the time without progress, so it makes no pause much longer. */
 #define NAP_SHARE 16
 #define MIN_NAP_US 20
-#ifndef MAX_NAP_BUSY_US    /* tests with many ranks on few cores set another one */
+#ifndef MAX_NAP_BUSY_US    /* tests with many ranks on few cores set a longer one */
 #define MAX_NAP_BUSY_US 50 /* longest sleep while an operation runs */
 #endif
 /* Longest sleep while no operation runs. hosts_proxy_wake() ends such a sleep early, but the
