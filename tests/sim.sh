@@ -42,7 +42,8 @@ holds "time of a plan" 'near($5, 10 + 24 * 8 * (4 + 256 + 4096 * 8) / 50e3, 0.01
 ranks=64
 holds "time of a plan" \
     'near($5, 10 + 8 * (8 * 260 + 7 + 2 * 4096 * 8 * 56 / 64) / 50e3 + 56 * 4096 * 8 / 341e3, 0.02)'
-# The number of puts: 8 announcements, 8 counts, and 3 puts of each of the 7 lists. Those of 32 ranks go to each rank.
+# 64 ranks: 8 puts with announcements, 8 with counts, and 3 for each of the 7 lists. 32 ranks have no relays: 3 puts
+# go to each of the 24 ranks of other hosts.
 holds "puts of a plan" '$12 == 8 + 8 + 7 * 3 && $13 > 100'
 ranks=32
 holds "puts of a plan" '$12 == 24 * 3'

@@ -24,8 +24,8 @@ typedef struct report {
     size_t size;
 } report;
 
-/* Opens a regular file and makes it readable by its owner only. Overwrites an existing file,
- * but only when nothing else can fail, so that a refused file keeps its contents. Does not
+/* Opens a regular file, makes it readable by its owner only, and empties it. Emptying is the
+ * last step, so that a file keeps its contents if an earlier step fails. Does not
  * follow a link, because a link in a folder that others may write could lead to another file of
  * the user. Returns -1 with errno on an error. */
 static int open_private(const char *path)

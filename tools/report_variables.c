@@ -91,8 +91,8 @@ static const char *next_secret(int *at)
     return NULL;
 }
 
-/* Returns true if a value contains a secret, an '@', as in addresses with a password, or a word
- * that indicates a secret before a '=', as in "?token=". */
+/* Returns true if a value contains a secret, or an '@', as in addresses with a password. Also
+ * returns true if it contains a word that indicates a secret before a '=', as in "?token=". */
 static bool has_secret(const char *value)
 {
     int at = 0;
@@ -101,7 +101,8 @@ static bool has_secret(const char *value)
     return strchr(value, '@') != NULL || has_secret_word(value, strrchr(value, '='));
 }
 
-/* Secrets are searched in a copy, because one secret may contain another. */
+/* Searches secrets in a copy of the text, because they may overlap: after one secret has been
+ * replaced by asterisks, another one that overlaps it would not be found in the text. */
 void report_hide_secrets(char *text)
 {
     int at = 0;

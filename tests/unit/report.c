@@ -132,7 +132,8 @@ static void test_file(void)
     CHECK(says("--report: must be without other options"));
 }
 
-/* A file of another user that everyone may write is refused, and keeps its contents. */
+/* epic-info refuses a file that belongs to another user, even if everyone may write to it, and
+ * leaves its contents. */
 static void test_file_of_another(void)
 {
     char path[4200];

@@ -44,12 +44,12 @@ static double num_shared_words(const shape *s)
 
 #define PUT_WORDS 4096 /* largest number of words of a put, in groups of more than 32 ranks */
 
-/* Sets the number of puts of a plan, and the time in which a rank sends the words of the plan to
- * other hosts: first announcements and counts of choices (a choice is a token and one of its top_k experts), then
- * records. Without relays, each rank there gets a word for each choice. The proxy thread joins
- * the words for a rank into one put. With relays, each other host gets a list with two words
- * for each choice that goes there, and its receiver then stores at least one word for each
- * token and rank of its host. */
+/* Sets the number of puts of a plan (plan_puts), and the time in which a rank sends the words
+ * of the plan to other hosts (plan_us). The rank first sends announcements and counts of
+ * choices (a choice is a token and one of its top_k experts), then records. Without relays,
+ * each rank there gets a word for each choice. The proxy thread joins the words for a rank into
+ * one put. With relays, each other host gets a list with two words for each choice that goes
+ * there, and its receiver then stores at least one word for each token and rank of its host. */
 static void compute_plan(cost *c, const constants *k, const shape *s, const routing *r)
 {
     const double peers = s->ranks - s->ranks_per_host, shared = num_shared_words(s);

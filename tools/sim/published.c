@@ -47,8 +47,9 @@ static const run runs[] = {
     {"Hybrid-EP", "IB 400G", 32, 8, 4096, 256, 8, 0, 0, FP8, BF16, 42.1, 52.5, false, 0},
     {"Hybrid-EP", "IB 400G", 64, 8, 4096, 512, 8, 0, 0, FP8, BF16, 35.0, 46.6, false, 0},
     /* README of nccl_ep in NVIDIA's repository nccl: low-latency mode, bf16 in both directions.
-     * Its program ep_bench counts one row for each choice, so 128 * 8 rows at 76.7, 53.6 and
-     * 48.8 GB/s in dispatch, and at 73.0, 50.0 and 43.8 GB/s in combine, take these times. */
+     * It publishes 76.7, 53.6 and 48.8 GB/s for dispatch, and 73.0, 50.0 and 43.8 GB/s for
+     * combine. Its program ep_bench counts one row for each choice. So the times below are
+     * those of 128 * 8 rows of 14,336 bytes at these speeds. */
     {"NCCL EP LL", "H100", 16, 8, 128, 256, 8, 0, 0, BF16, BF16, 191, 201, true, 0},
     {"NCCL EP LL", "H100", 32, 8, 128, 256, 8, 0, 0, BF16, BF16, 274, 294, true, 0},
     {"NCCL EP LL", "H100", 64, 8, 128, 256, 8, 0, 0, BF16, BF16, 301, 335, true, 0},

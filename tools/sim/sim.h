@@ -78,7 +78,7 @@ typedef struct bytes_of {
 typedef struct cost {
     double net_mb;           /* megabytes of the rank that sends or receives most */
     double plan_us, rows_us; /* times of the plan and of the rows */
-    /* number of puts that the thread of the busiest rank makes for the plan, and for the rows */
+    /* number of puts of the proxy thread of the busiest rank, for the plan and for the rows */
     double plan_puts, rows_puts;
     double by_rank_us,
         /* for comparison: rows_us if a row is sent to each rank instead of each host, and if
