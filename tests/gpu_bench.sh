@@ -49,8 +49,8 @@ grep -Eq '^2048 10/512 +combine +64 +128 +25.0 +31.5 +40.0 +1.25 +1.25$' "$folde
     grep -Eq '^2048 10/512 +combine +132 +128 +26.0 +31.5 +40.0 +1.25 *$' "$folder/table" ||
     { echo "the table is wrong:"; cat "$folder/table"; exit 1; }
 
-# With programs that print nothing, bench/gpu/run.sh runs every case of the table, and does not begin
-# or end well if another process uses the GPUs.
+# Checks with stub programs that bench/gpu/run.sh runs the cases below and prints the table, and that it
+# runs nothing and fails if another process uses the GPUs.
 mkdir -p "$folder/gpu"
 cat >"$folder/gpu/gpu_bench" <<'END'
 #!/bin/sh

@@ -11,10 +11,11 @@
  * both end together.
  *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=6] [first=0] [experts=N] [json=FILE]
  *           [MODE ...]
- * experts: number of experts of all ranks, in place of the number per rank of the models.
- * json: file to which the times of whole layers are appended, one JSON object per line, in the
- * form of gpu_bench. Its floor is the time of the experts alone: their products, without gate,
- * router and exchange. A repetition takes as long as on its slowest rank (p90 and worst).
+ * experts: number of experts of all ranks together. It replaces the model's number per rank.
+ * json: file to which the times of whole layers are appended, one JSON object per line, with
+ * the fields that gpu_bench writes. The floor is the time of the experts alone: their matrix
+ * products, without gate, router and exchange. us is the median of the rank with the largest
+ * median. For p90 and worst, the time of a repetition is that of its slowest rank.
  * Modes: whole (without the parts), overlap, profile (only whole layers, with bf16 gradients of
  * weights, for a profiler), invariant (layers with sums by rank, in a tree, and with
  * EPIC_INVARIANT, and their parts, alone), decode (times of the forward pass and of each of its
@@ -59,7 +60,8 @@ static FILE *json;
 static epic_bootstrap bootstraps[MOST_RANKS];
 static pthread_barrier_t all;
 static float slowest[MOST_RANKS];
-/* of the last time_after(): the ms of each repetition on each rank, and their number */
+/* The results of the last time_after(): the ms of each repetition on each rank, and the number
+ * of repetitions. */
 static float times_of_ranks[MOST_RANKS][MOST_TIMES];
 static __thread int num_times;
 
@@ -244,8 +246,8 @@ typedef struct spread {
     float p50, p90, worst;
 } spread;
 
-/* Returns the times of a part: the median of the slowest rank, as time_of() returns it, and p90
- * and worst of the repetitions. */
+/* Returns the times of a part. p50 is the largest median of any rank, as time_of() returns it.
+ * For p90 and worst, the time of a repetition is that of its slowest rank. */
 static spread time_spread(bench *b, part *run)
 {
     float times[MOST_TIMES];
@@ -263,7 +265,8 @@ static spread time_spread(bench *b, part *run)
     return found;
 }
 
-/* Appends the times of an operation to the JSON file. `scale` turns the times into us. */
+/* Appends the times of an operation to the JSON file. `scale` converts `times` and `floor` to
+ * us. */
 static void write_result(const bench *b, const model *m, const char *op, spread times,
                          float floor, float scale)
 {
@@ -282,7 +285,8 @@ static void write_result(const bench *b, const model *m, const char *op, spread 
     fflush(json);
 }
 
-/* Times the whole layer, forward, and forward and backward, and writes the results as JSON. */
+/* Times the whole layer: forward alone (*ahead, in ms), and forward with backward
+ * (*there_and_back). Writes the results as JSON. */
 static void time_whole(bench *b, const model *m, float *ahead, float *there_and_back)
 {
     const spread once = time_spread(b, forward), twice = time_spread(b, both);
@@ -334,7 +338,7 @@ static epic_result replay(bench *b)
     return cudaGraphLaunch(replayed, b->stream) == cudaSuccess ? EPIC_OK : EPIC_EDEVICE;
 }
 
-/* Returns the ms of a CUDA graph of GRAPH_CALLS calls. */
+/* Returns the times of a CUDA graph of GRAPH_CALLS calls, in ms for the whole graph. */
 static spread time_in_graph(bench *b, part *run)
 {
     cudaGraph_t graph;
@@ -551,7 +555,8 @@ static epic_moe_weights make_weights(bench *b, arrays *a, const model *m)
     return weights;
 }
 
-/* Returns the model with the number of experts of the command line. */
+/* Returns the model, with the number of experts from the command line if there is one. `name`:
+ * buffer of `bytes` bytes for the name of such a model. */
 static model set_experts(const model *m, char *name, size_t bytes)
 {
     model changed = *m;

@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Runs the benchmarks of the p2p backend on the GPUs of this machine: the shapes of several models, few
-# tokens, skewed routing, and whole layers. Each figure is printed with its floor. Fails if another
-# process uses the GPUs, before the benchmarks or after them.
+# tokens, skewed routing, and whole layers. Each figure is printed with its floor. The script fails if
+# another process uses the GPUs before or after the benchmarks.
 #   JSON=FILE    file for the results, one JSON object per line
 #   SMS=48,64    numbers of SMs
 #   LAST=FILE    earlier results of this script, for the last column of the table
@@ -30,7 +30,8 @@ bench alignment=1 ops=PDCGBL tokens=1,8,32,64,128
 for model in deepseek-v3 qwen3-235b qwen3-30b llama4-maverick; do
     bench model=$model alignment=1 ops=PDCGBL tokens=1,8,128,512,1024
 done
-# apart from 4,096 tokens, because low-latency kernels depend on max_tokens of the context
+# 4,096 tokens have a run of their own, because the largest number of tokens of a run is max_tokens of its
+# context, on which the limits of the low-latency kernels depend
 bench model=qwen3-next alignment=1 ops=PDCGB tokens=1,8,32,128,512,1024
 bench model=qwen3-next alignment=1 ops=PDCGB tokens=4096
 bench hidden=1536 experts=512 alignment=1 ops=PDCGB tokens=1,8,128,512,1024
@@ -47,7 +48,7 @@ bench padding=0 ops=PDG tokens=4096
 bench padding=0 ops=PDG tokens=8,64,128
 for routing in zipf hot; do bench routing=$routing ops=PDCUGB tokens=4096; done
 bench windows=1 ops=PDCGB tokens=4096
-# usage: layer NUMBER EXPERTS OPTION...; times whole layers of one model of gpu_moe
+# usage: layer NUMBER EXPERTS OPTION...; times whole layers of the model of gpu_moe with this number
 layer() {
     first=$1 experts=$2
     shift 2

@@ -4,7 +4,7 @@
 table.py JSON [LAST]
 
 JSON: the file that the programs wrote with json=, one object per line. LAST: such a file of an
-earlier run. If a file has a result twice, the last one counts.
+earlier run. If a file has two results of the same case, the last one counts.
 
 A row has the median time in microseconds, the time that nine in ten repetitions stay below, the
 longest time, the ratio of the median to the floor of the same run, and its ratio to the median of

@@ -6,14 +6,15 @@
 # usage: all.sh [PART]...   PART: tests, bindings, hosts, bench, table (default: all, in this order)
 # The parts may run in separate calls.  Results are kept in build/gpu/all.  The exit status is 1 if a
 # run failed or was not run.  Variables: SEED, the first seed of random cases (default: the time);
-# SECONDS_PER_PART, after which the rest of a part is reported as not run.
+# SECONDS_PER_PART, the time limit of each part (default: another limit for each part). Runs of a part that
+# do not begin or end within the limit are reported as not run.
 cd "$(dirname "$0")/../.." || exit 1
 OUT=build/gpu ALL=build/gpu/all HOSTS=build/gpu/hosts
 TORCH=$PWD/build/gpu-torch/lib JAX=$PWD/build/gpu-jax/lib
 SEED=${SEED:-$(date +%s)}
 GPUS=$(nvidia-smi -L | grep -c '^GPU')
-RANKS=$((GPUS < 8 ? GPUS : 8)) # with a GPU for each rank
-EQUAL=$((RANKS == 8 ? 8 : RANKS >= 4 ? 4 : RANKS >= 2 ? 2 : 1)) # a power of two, for layers
+RANKS=$((GPUS < 8 ? GPUS : 8)) # largest number of ranks that have a GPU each, at most 8
+EQUAL=$((RANKS == 8 ? 8 : RANKS >= 4 ? 4 : RANKS >= 2 ? 2 : 1)) # a power of two, for layers and JAX
 PYTHON=${GPU_PYTHON:-python3}
 MODELS="deepseek-v3 kimi-k2 qwen3-235b gpt-oss-120b llama4-maverick qwen3-30b qwen3-next dbrx mixtral-8x7b"
 PARTS=${*:-tests bindings hosts bench table}
@@ -48,8 +49,8 @@ leave_out() {
     echo "left out: $*" | tee -a "$results"
 }
 
-# Prints numbers of ranks and GPUs: a rank on each GPU, and eight ranks on all, a half and a quarter of
-# the GPUs, with at most four ranks on a GPU.
+# Prints pairs of a number of ranks and a number of GPUs: first one rank per GPU, then eight ranks on all, on
+# half and on a quarter of the GPUs. Leaves out pairs with more than four ranks on a GPU.
 list_shapes() {
     echo "$RANKS $RANKS"
     for gpus in $RANKS $((RANKS / 2)) $((RANKS / 4)); do
@@ -80,7 +81,7 @@ END
     run 60 $OUT/gpu_graph_many $RANKS $RANKS processes 200 usual windows
     run 60 $OUT/api_deaths $RANKS $RANKS 4
     [ ! -e build/lib/libepic_cuda_regroup.so ] || run 60 $OUT/api_regroup 4 $RANKS 8
-    # the same bits with 1, 2, 4 and 8 ranks, whose sums use a tree
+    # sums in tree order must have the same bits with 1, 2, 4 and 8 ranks (on one GPU: 1, 2 and 4)
     local most=$((RANKS >= 2 ? 8 : 4)) list=2,4
     [ $most = 4 ] || list=2,4,8
     run 120 $OUT/api_layer_invariant 40 p2p $most
@@ -94,7 +95,7 @@ END
     run 200 $OUT/conformance_p2p
 }
 
-# Runs each program with a process for each GPU, and then in one process.
+# Runs the tests of PyTorch, then those of JAX: with a process for each GPU, and some also in one process.
 part_bindings() {
     export GPU_PYTHON=$PYTHON
     if [ -d "$TORCH" ]; then
@@ -154,7 +155,7 @@ part_bench() {
     else
         leave_out "layers of PyTorch: make gpu-build-torch has not run"
     fi
-    # every model, with few and with many tokens; windows are measured with top-8
+    # every model, with many and with few tokens; two models also with windows
     for model in $MODELS; do
         local more=
         case $model in deepseek-v3 | qwen3-235b) more=windows=1 ;; esac

@@ -5,8 +5,9 @@
 # usage: run.sh [cases of check.py]; with none also layer.py and invariant.py; run.sh layer, or
 # run.sh invariant [kinds]: that alone
 #   EPIC_GPU_COUNTS   numbers of GPUs, in place of "1 2 4 8"
-#   EPIC_GPU_RUNS     these alone, for example "check:one layer:processes check:graphs": in one
-#                     process, in several, and in one without command buffers
+#   EPIC_GPU_RUNS     only these runs, as PROGRAM:HOW, for example "check:one layer:processes". HOW
+#                     is one (one process), processes (one for each GPU), or graphs (one process,
+#                     without command buffers)
 #   EPIC_GPU_LIMIT    time limit of each run in seconds (300)
 #   EPIC_GPU_TOTAL    time limit of all runs in seconds (none). A run that has no time left fails
 set -u
@@ -21,7 +22,7 @@ export EPIC_LIBRARY_PATH="${EPIC_LIBRARY_PATH:-$PWD/build/lib}" PYTHONPATH="$PWD
 export JAX_PLATFORMS=cuda,cpu PYTHONUNBUFFERED=1 TF_CPP_MIN_LOG_LEVEL=2
 failed=0
 
-# usage: wants one|processes|graphs, of the current program
+# usage: wants one|processes|graphs; succeeds if such a run of the current program is selected
 wants() { case " ${EPIC_GPU_RUNS:-$program:$1} " in *" $program:$1 "*) ;; *) return 1 ;; esac; }
 
 program=check

@@ -25,7 +25,7 @@ Group = epic.torch.Group
 # weights of an expert: [2 * inner, hidden] (gate, then up), and [hidden, inner]
 Expert = tuple[Tensor, Tensor]
 HIDDEN, INNER, EXPERTS = 64, 96, 8
-TOKENS = 2 * (24, 7, 40, 1)  # tokens of each rank, of at most eight
+TOKENS = 2 * (24, 7, 40, 1)  # tokens of each of up to eight ranks
 
 
 def installed(name: str) -> bool:
