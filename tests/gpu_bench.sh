@@ -9,7 +9,7 @@ trap 'rm -rf "$folder"' EXIT
 cat >"$folder/nvidia-smi" <<'END'
 #!/bin/sh
 case $1 in
--L) [ -z "${NO_GPU-}" ] && printf "GPU 0\nGPU 1\n" ;;
+-L) [ -z "${NO_GPU-}" ] && seq -f "GPU %g" "${GPUS:-2}" ;;
 *compute-apps*) printf "$PIDS" ;;
 *) printf "0, 4\n1, $MIB\n" ;;
 esac
@@ -66,6 +66,12 @@ measure() { PIDS=$1 MIB=4 GPU_OUT="$folder/gpu" LAST="$folder/last" bench/gpu/ru
 [ ! -e "$folder/gpu/runs" ] || { cat "$folder/gpu/runs"; exit 1; }
 measure "" || { cat "$folder/out"; exit 1; }
 grep -q '/ last' "$folder/out" || { cat "$folder/out"; exit 1; }
+for case in 2:2 3:2 7:4 8:8 9:8; do # GPUs:ranks
+    rm "$folder/gpu/runs"
+    GPUS=${case%:*} measure "" || { cat "$folder/out"; exit 1; }
+    ! grep 'ranks=' "$folder/gpu/runs" | grep -v "ranks=${case#*:} " ||
+        { echo "on ${case%:*} GPUs not all benchmarks have ${case#*:} ranks"; exit 1; }
+done
 needs() { # usage: needs PATTERN...: all in one line of the runs
     lines=$(cat "$folder/gpu/runs")
     for pattern; do lines=$(echo "$lines" | grep -e "$pattern") || { echo "no run has: $*"; exit 1; }; done

@@ -19,7 +19,8 @@ if [ "$GPUS" -lt 2 ]; then
     echo "left out: the benchmarks need two GPUs, there is $GPUS"
     exit 0
 fi
-RANKS=$((GPUS < 8 ? GPUS : 8))
+# a power of two, because the ranks must divide the experts of each model
+RANKS=$((GPUS >= 8 ? 8 : GPUS >= 4 ? 4 : 2))
 : >"$JSON"
 bench() { timeout 300 "$OUT/gpu_bench" ranks=$RANKS gpus=$RANKS sms="$SMS" json="$JSON" "$@"; }
 
