@@ -463,12 +463,17 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 }
 
 /* Returns the number of CTAs that only send. If a rank has many tokens, separate CTAs send and
- * receive, because stores to peers delay all other memory accesses of the same SM. */
+ * receive, because stores to peers delay all other memory accesses of the same SM. A receiver
+ * stores a row in up to top_k slots, so senders have more of the work if top_k is small compared
+ * with the number of peers. If the kernel makes a plan, the receivers have that work, too. */
 static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
 {
-    const int many = job->plan.is_lowlat ? num_sms * 10 / 64 : num_sms * 15 / 64;
+    const p2p_plan_job &plan = job->plan;
+    const int top_k = plan.layer.top_k;
+    const bool sends_much = 4 * min(top_k, plan.self.num_ranks - 1) >= top_k;
+    const int many = num_sms * (!plan.is_lowlat ? 15 : sends_much ? 14 : 10) / 64;
     if (job->num_tokens > 96) return many < 16 ? many : 16;
-    return job->plan.is_lowlat && job->num_tokens >= 32 ? num_sms / 8 : 0;
+    return plan.is_lowlat && job->num_tokens >= 32 ? num_sms / 8 : 0;
 }
 
 /* Launches kernels[1], which makes a plan and moves rows, or kernels[0], which moves rows with
