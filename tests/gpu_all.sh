@@ -96,3 +96,9 @@ rm build/gpu/all/hosts.txt
 ! all table || fail "a part that was not run is good: $(cat said)"
 grep -q '^hosts: not run' said || fail "$(cat said)"
 ! all test || fail "an unknown part is run: $(cat said)"
+
+# a run that ends leaves no process behind, not even one in another process group
+stub build/gpu/api_nccl 'timeout 300 sleep 300 & echo $! >left_over; sleep 0.2'
+all tests || fail "$(cat said)"
+state=$(sed 's/.*) \(.\).*/\1/' "/proc/$(cat left_over)/stat" 2>/dev/null) || state=gone
+[ "${state:-gone}" = gone ] || [ "$state" = Z ] || fail "a process is left: $(cat left_over), state $state"
