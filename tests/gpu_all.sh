@@ -102,3 +102,16 @@ stub build/gpu/api_nccl 'timeout 300 sleep 300 & echo $! >left_over; sleep 0.2'
 all tests || fail "$(cat said)"
 state=$(sed 's/.*) \(.\).*/\1/' "/proc/$(cat left_over)/stat" 2>/dev/null) || state=gone
 [ "${state:-gone}" = gone ] || [ "$state" = Z ] || fail "a process is left: $(cat left_over), state $state"
+
+# tests/jax/gpu/run.sh: a process that kills itself after "right" is no failure, "wrong" and a crash are
+mkdir -p one/tests/jax/gpu && cp "$tests/jax/gpu/run.sh" one/tests/jax/gpu && cd one
+echo 2 >gpus
+cp gpus fails
+jax() { # usage: jax LAST LINES OF PROCESS 1
+    printf '#!/bin/sh\n[ "$2" = 0 ] && echo right && exit\n%s\n' "$1" >python
+    chmod +x python
+    GPU_PYTHON=./python EPIC_GPU_COUNTS=2 EPIC_GPU_RUNS=check:processes tests/jax/gpu/run.sh >said 2>&1
+}
+jax 'echo right; kill -9 $$' || fail "a process that ends as planned is a failure: $(cat said)"
+! jax 'echo right; echo wrong' || fail "a wrong result is no failure: $(cat said)"
+! jax 'kill -9 $$' || fail "a crash is no failure: $(cat said)"

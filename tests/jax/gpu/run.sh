@@ -32,13 +32,17 @@ check() {
     timeout -k 5 $((left < LIMIT ? left : LIMIT)) "$PYTHON" "tests/jax/gpu/$program.py" "$@" 2>&1
 }
 
+# usage: is_right LOG; succeeds if the program has said that it is right. The last line of the log can be
+# another one: the shell writes "Killed" there if the program has killed itself, as in the case "killed".
+is_right() { [ "$(grep -x 'right\|wrong' "$1" | tail -n 1)" = right ]; }
+
 # usage: alone GPUS [cases]
 alone() {
     log=$(mktemp)
     devices=$(seq -s, 0 $(($1 - 1)))
     shift
     CUDA_VISIBLE_DEVICES=$devices check "$@" >"$log"
-    [ "$(tail -n 1 "$log")" = right ] || failed=1
+    is_right "$log" || failed=1
     cat "$log"
     rm -f "$log"
 }
@@ -73,7 +77,7 @@ in_several() {
         done
         wait
         for process in $(seq 0 $((count - 1))); do
-            [ "$(tail -n 1 "$log/$process")" = right ] || { failed=1; cat "$log/$process"; }
+            is_right "$log/$process" || { failed=1; cat "$log/$process"; }
         done
         cat "$log/0"
         rm -rf "$log"
