@@ -15,7 +15,7 @@ static const char help[] =
     "       epic-info --group NAME --chrome  the last 256 operations of each rank, for "
     "Perfetto\n"
     "       epic-info --report [FILE]        write a file to send when something fails;\n"
-    "                                        default: epic-report.txt\n"
+    "                                        default: epic-report.txt; \"-\": standard output\n"
     "       epic-info --help\n"
     "\n"
     "NAME is epic_config.name, \"epic\" by default.  Ranks are found on this host, among the\n"

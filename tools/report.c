@@ -42,9 +42,14 @@ static int open_private(const char *path)
     return -1;
 }
 
+static bool is_stdout(const char *path)
+{
+    return !strcmp(path, "-");
+}
+
 static FILE *open_file(const char *path)
 {
-    const int fd = open_private(path);
+    const int fd = is_stdout(path) ? dup(STDOUT_FILENO) : open_private(path);
     FILE *file = fd >= 0 ? fdopen(fd, "w") : NULL;
     if (file) return file;
     fprintf(stderr, "epic-info: the report cannot be written to \"");
@@ -186,6 +191,7 @@ int info_report(const char *path)
                 strerror(errno));
         return 1;
     }
+    if (is_stdout(path)) return 0;
     printf("epic-info: the report is in ");
     info_text(stdout, path);
     printf("; read it before you send it\n");

@@ -128,6 +128,9 @@ static void test_file(void)
     CHECK(says("Too many levels of symbolic links"));
     CHECK_EQ(report_alone("", "/dev/null"), 1);
     CHECK(says("\"/dev/null\": Invalid argument"));
+    CHECK_EQ(report_alone("", "-"), 0);
+    CHECK(says("Report of epic-info") && says("\n== Variables") && !says("the report is in"));
+    CHECK_EQ(mode_of("-"), 0);
     CHECK_EQ(report_alone("", "a --json"), 2);
     CHECK(says("--report: must be without other options"));
 }
