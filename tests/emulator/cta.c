@@ -26,19 +26,29 @@
 #define ALL 0xffffffffu
 #define JUNK 0xcd
 #define MANY_SMS 64
+#define CLOCK_CHECKS 1024 /* number of checks of parked fibers between two reads of the clock */
+/* If a word has changed, a parked fiber continues only when it has napped for this part of the
+ * time for which it has waited before. So it does not run again for each of many words that
+ * arrive one after the other. */
+#define HOLD_SHARE 4
 /* How an SM shares the cores with the other SMs. An SM is a thread of the operating system, and
  * its CTA's threads are fibers. A GPU with more than MANY_SMS SMs uses many_sms. There an SM
  * yields more rarely, because each yield replaces the stacks in the caches by those of another
- * SM. It also sleeps longer, because a CTA whose threads all poll needs about 0.1 ms of
- * processor time before it sleeps again. */
+ * SM. It also parks fibers: a fiber that naps does not run again until one of the words changes
+ * that it has loaded in its last poll. Without this, one poll of all threads of a CTA takes about
+ * 0.3 ms of processor time, and a CTA with several polling warps never sleeps. */
 typedef struct sharing {
     /* One in this many switches between fibers lets other SMs run (sched_yield). */
     uint32_t yield_one_in;
     /* If all threads of a CTA nap, the SM sleeps: first nap_ns, then each time twice as long as
      * before, up to longest_nap_ns, until a thread does not nap. */
     long nap_ns, longest_nap_ns;
+    /* A parked fiber runs after this time although no word has changed, because it may wait for
+     * its deadline. The time doubles each time, up to longest_park_ns. 0: no fiber is parked. */
+    uint64_t park_ns, longest_park_ns;
 } sharing;
-static const sharing few_sms = {256, 20000, 640000}, many_sms = {4096, 20000, 10240000};
+static const sharing few_sms = {256, 20000, 640000, 0, 0},
+                     many_sms = {4096, 500000, 8000000, 64000000, 256000000};
 
 typedef struct copy { /* an unfinished cp.async */
     const void *from;
@@ -66,10 +76,14 @@ typedef struct fiber {
     jmp_buf jump;
     bool started; /* true: it has a stack and can continue */
     bool napping;
+    bool parked; /* true: it naps, and does not run until one of its polls changes */
     bool hidden; /* true: bulk stores do not yet see what it wrote */
     unsigned warp_calls;
     uint32_t group, num_copies;
     uint32_t bulk_group, num_bulk;
+    unsigned nap_calls; /* value of warp_calls when it last began to nap */
+    bool polls_alone;   /* true: it has not met its warp between its last two naps */
+    uint64_t wait_began, parked_at, park_ns;
     transfers *unfinished;
 } fiber;
 
@@ -93,12 +107,14 @@ typedef struct sm { /* an operating system thread that runs CTAs */
     unsigned first, waiting, napping;
     unsigned idle; /* number of successive turns in which all fibers napped */
     long nap_ns;   /* how long the SM sleeps next */
+    uint64_t now;  /* the time when the SM last read the clock */
+    unsigned checks;
     uint64_t random;
     const sharing *sharing;
     emulator_thread **place; /* emulator_here of this thread: finding it costs a call */
 } sm;
 
-static __thread sm *here;
+static __thread sm *here __attribute__((tls_model("initial-exec")));
 __thread emulator_thread *emulator_here;
 
 void emulator_die(const char *format, ...)
@@ -194,25 +210,101 @@ static void switch_to(sm *s, fiber *next)
     setcontext(fresh);
 }
 
-/* Continues with the first fiber of the queue. */
-static void run_next(sm *s)
+/* ------------------------------------------------------------------------ parked fibers ---- */
+
+/* Parks a fiber that begins to nap, unless its polls are not known or it has unfinished stores,
+ * which only a running fiber finishes. */
+static void park_fiber(const sm *s, fiber *f)
+{
+    emulator_polls *polls = f->place.polls;
+    f->parked = s->sharing->park_ns && polls->num_polls && polls->count <= EMULATOR_MAX_POLLS &&
+                !f->num_bulk && !has_late_stores();
+    if (polls->num_polls > 1) { /* a wait naps after each poll except the first */
+        f->wait_began = s->now;
+        f->park_ns = s->sharing->park_ns;
+    }
+    polls->num_polls = 0;
+    f->polls_alone = f->warp_calls == f->nap_calls;
+    f->nap_calls = f->warp_calls;
+    f->parked_at = s->now;
+}
+
+static bool has_changed(const emulator_polls *polls)
+{
+    for (uint32_t i = 0; i < polls->count; i++) {
+        const uint64_t value =
+            polls->num_bytes[i] == 8
+                ? __atomic_load_n((const uint64_t *)polls->at[i], __ATOMIC_RELAXED)
+                : __atomic_load_n((const uint32_t *)polls->at[i], __ATOMIC_RELAXED);
+        if (value != polls->values[i]) return true;
+    }
+    return false;
+}
+
+/* Returns whether a parked fiber of the queue need not run yet. */
+static bool stays_parked(sm *s, fiber *f)
+{
+    if (!f->parked) return false;
+    if (s->checks++ % CLOCK_CHECKS == 0) s->now = emulator_now();
+    const uint64_t parked_ns = s->now - f->parked_at;
+    if (has_changed(f->place.polls)) {
+        if (parked_ns < (f->parked_at - f->wait_began) / HOLD_SHARE) return true;
+        f->park_ns = s->sharing->park_ns;
+        s->nap_ns = s->sharing->nap_ns;
+        s->idle = 0;
+        return false;
+    }
+    if (parked_ns < f->park_ns) return true;
+    if (f->park_ns < s->sharing->longest_park_ns) f->park_ns *= 2;
+    return false;
+}
+
+/* Lets all lanes of a fiber's warp run, because the fiber will wait for them. */
+static void unpark_warp(fiber *f)
+{
+    fiber *warp = f - f->place.thread % EMULATOR_WARP;
+    for (int i = 0; i < EMULATOR_WARP; i++) warp[i].parked = false;
+}
+
+/* Requires that all fibers of the queue nap. The SM sleeps if each fiber has had a turn since
+ * this began. */
+static void sleep_sm(sm *s)
+{
+    if (++s->idle <= s->waiting) return;
+    s->idle = 0;
+    nanosleep(&(struct timespec){.tv_nsec = s->nap_ns}, NULL);
+    if (s->nap_ns < s->sharing->longest_nap_ns) s->nap_ns *= 2;
+    s->now = emulator_now();
+}
+
+static fiber *pop_fiber(sm *s)
 {
     if (!s->waiting) emulator_die("all threads of the CTA wait for each other");
     fiber *next = &s->fibers[s->queue[s->first]];
     s->first = (s->first + 1) % EMULATOR_MAX_THREADS;
     s->waiting--;
-    if (next->napping) {
-        const bool all_nap = s->napping > s->waiting;
-        next->napping = false;
-        s->napping--;
-        if (!all_nap) {
+    return next;
+}
+
+/* Continues with the first fiber of the queue that is not parked. */
+static void run_next(sm *s)
+{
+    fiber *next = pop_fiber(s);
+    for (; next->napping; next = pop_fiber(s)) {
+        if (s->napping > s->waiting) {
+            sleep_sm(s);
+        } else {
             s->idle = 0;
             s->nap_ns = s->sharing->nap_ns;
-        } else if (++s->idle > s->waiting) {
-            s->idle = 0;
-            nanosleep(&(struct timespec){.tv_nsec = s->nap_ns}, NULL);
-            if (s->nap_ns < s->sharing->longest_nap_ns) s->nap_ns *= 2;
         }
+        if (!stays_parked(s, next)) {
+            if (!next->polls_alone) unpark_warp(next);
+            next->napping = false;
+            next->place.polls->count = 0;
+            s->napping--;
+            break;
+        }
+        push_fiber(s, next->place.thread);
     }
     switch_to(s, next);
 }
@@ -247,6 +339,7 @@ void emulator_nap(void)
     sm *s = here;
     if (draw_random(s) % 4 == 0) do_all_bulk(s->running);
     if (draw_random(s) % 4 == 0) finish_late_stores(false);
+    park_fiber(s, s->running);
     s->running->napping = true;
     s->napping++;
     push_fiber(s, s->running->place.thread);
@@ -405,7 +498,11 @@ static sm *make_sm(void)
     s->fibers = map_stack(EMULATOR_MAX_THREADS * sizeof *s->fibers);
     s->stacks = map_stack((size_t)EMULATOR_MAX_THREADS * STACK_BYTES);
     transfers *unfinished = map_stack(EMULATOR_MAX_THREADS * sizeof *unfinished);
-    for (int i = 0; i < EMULATOR_MAX_THREADS; i++) s->fibers[i].unfinished = &unfinished[i];
+    emulator_polls *polls = map_stack(EMULATOR_MAX_THREADS * sizeof *polls);
+    for (int i = 0; i < EMULATOR_MAX_THREADS; i++) {
+        s->fibers[i].unfinished = &unfinished[i];
+        s->fibers[i].place.polls = &polls[i];
+    }
     s->shared = map_stack(SHARED_BYTES);
     s->place = &emulator_here;
     s->sharing = num_sms() > MANY_SMS ? &many_sms : &few_sms;
@@ -436,16 +533,22 @@ static void reset_sm(sm *s, const launch *work, int cta)
     s->good = 1;
     s->first = s->waiting = s->napping = s->idle = 0;
     s->nap_ns = s->sharing->nap_ns;
+    s->now = emulator_now();
     memset(s->warps, 0, sizeof s->warps);
     /* otherwise the memory keeps what the last CTA left there */
     if (emulator_random() & 1) memset(s->shared, JUNK, (size_t)work->shared_bytes);
     for (int i = 0; i < work->threads; i++) {
         fiber *f = &s->fibers[i];
-        f->place = (emulator_thread){
-            (unsigned)i,          (unsigned)cta, (unsigned)work->threads,
-            (unsigned)work->ctas, s->shared,     (uint32_t)work->shared_bytes};
-        f->napping = false;
-        f->warp_calls = f->group = f->num_copies = f->bulk_group = f->num_bulk = 0;
+        f->place =
+            (emulator_thread){(unsigned)i,          (unsigned)cta, (unsigned)work->threads,
+                              (unsigned)work->ctas, s->shared,     (uint32_t)work->shared_bytes,
+                              f->place.polls};
+        f->place.polls->count = 0;
+        f->napping = f->parked = false;
+        f->wait_began = s->now;
+        f->park_ns = s->sharing->park_ns;
+        f->nap_calls = f->warp_calls = f->group = f->num_copies = f->bulk_group = f->num_bulk =
+            0;
         f->hidden = false;
     }
     queue_warps(s, work->threads / EMULATOR_WARP);

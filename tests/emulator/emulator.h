@@ -33,14 +33,27 @@ extern "C" {
 #define EMULATOR_WARP 32
 #define EMULATOR_MAX_THREADS 1024 /* largest number of threads of a CTA */
 
+#define EMULATOR_MAX_POLLS 15
+
+/* The words that a thread has loaded since it began its last poll, with their values. If the
+ * thread naps then, it need not run again until one of them changes (cta.c). */
+typedef struct emulator_polls {
+    uint32_t num_polls; /* since the thread last napped */
+    uint32_t count;     /* may be larger than the arrays: then some words are missing */
+    uint32_t num_bytes[EMULATOR_MAX_POLLS]; /* 4 or 8 */
+    const void *at[EMULATOR_MAX_POLLS];
+    uint64_t values[EMULATOR_MAX_POLLS];
+} emulator_polls;
+
 typedef struct emulator_thread { /* which thread of a kernel this is */
     unsigned thread, cta, threads, ctas;
     uint8_t *shared; /* dynamic shared memory of the CTA */
     uint32_t shared_bytes;
+    emulator_polls *polls;
 } emulator_thread;
 
-/* The running thread of a kernel. */
-extern __thread emulator_thread *emulator_here;
+/* The running thread of a kernel. This TLS model makes access faster. */
+extern __thread emulator_thread *emulator_here __attribute__((tls_model("initial-exec")));
 
 typedef enum emulator_warp_call { /* the calls at which a warp meets */
                                   EMULATOR_SYNC,

@@ -126,6 +126,11 @@ int emulator_delay_store(void *p, const uint32_t *words)
     return 1;
 }
 
+bool has_late_stores(void)
+{
+    return late_stores.count > 0;
+}
+
 void finish_late_stores(bool waits)
 {
     if (waits && late_stores.count) {

@@ -59,6 +59,9 @@ void fill_memory(void *to, int value, size_t bytes);
  * random time. */
 void finish_late_stores(bool waits);
 
+/* fences.c: returns whether the CTA on this thread has late stores. */
+bool has_late_stores(void);
+
 /* fences.c: makes stores visible, or forgets them. */
 void see_stores(int device); /* called at the end of a kernel */
 void forget_stores(const void *begin, size_t bytes);

@@ -22,6 +22,13 @@ __device__ __forceinline__ uint64_t timer_ns()
     return t;
 }
 
+/* Marks the begin of a poll in a wait. The words that a thread loads from here until it sleeps
+ * decide whether it waits longer. Does nothing. This is a function because the emulator of the
+ * tests replaces it: there a sleeping thread continues when one of these words has changed. */
+__device__ __forceinline__ void begin_poll()
+{
+}
+
 /* The load_relaxed() functions load memory to which peers may store at the same time. Each
  * 32-bit or 64-bit word is loaded as a whole. But some words of a vector may be old while other
  * words are new. */
@@ -30,6 +37,12 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t *p)
     uint32_t v;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
+}
+
+/* Like load_relaxed(), but for a word for whose change no thread waits: see begin_poll(). */
+__device__ __forceinline__ uint32_t load_unawaited(const uint32_t *p)
+{
+    return load_relaxed(p);
 }
 
 __device__ __forceinline__ uint64_t load_relaxed(const uint64_t *p)

@@ -44,7 +44,7 @@
  * *asked: the time of the last call that returned true. */
 __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
 {
-    const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_relaxed(asked);
+    const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_unawaited(asked);
     return time - before >= pause && atomicCAS(asked, before, time) == before;
 }
 
@@ -268,9 +268,11 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 /* number of polls after which a wait checks the deadline and looks for a failure */
 #define SPINS_PER_CHECK 256u
 #endif
+#ifndef SPINS_PER_COUNT
 /* Number of polls after which a wait adds its time to the counters. These polls take about 20
  * to 30 microseconds. With only 10 microseconds, a plan of 1,024 tokens was 8 % slower. */
 #define SPINS_PER_COUNT (SPINS_PER_CHECK / 8u)
+#endif
 
 /* Called by a wait whose deadline has passed. Returns true if the host process has run after
  * the deadline, so that the wait may fail. `time`: current device time.
@@ -525,7 +527,7 @@ template <class Ready>
 __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, int phase,
                                           Ready ready)
 {
-    for (uint32_t spins = 1; !ready(); spins++) {
+    for (uint32_t spins = 1; begin_poll(), !ready(); spins++) {
         if (spins > SPINS_TO_SLEEP) __nanosleep(min(spins * 20, 400u));
         if (spins % SPINS_PER_COUNT == 0 && wait_slow_path(op, peer, phase, spins, true))
             return false;
@@ -539,7 +541,7 @@ template <class Ready>
 __device__ __forceinline__ bool wait_thread(const OpState &op, const int &peer, int phase,
                                             Ready ready)
 {
-    for (uint32_t spins = 1; !ready(); spins++) {
+    for (uint32_t spins = 1; begin_poll(), !ready(); spins++) {
         if (spins > SPINS_TO_SLEEP) __nanosleep(min(spins * 20, 400u));
         if (spins % SPINS_PER_COUNT == 0 && wait_slow_path(op, peer, phase, spins, false))
             return false;

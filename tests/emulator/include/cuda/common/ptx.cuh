@@ -41,7 +41,39 @@ inline void emulated_store(uint4 *p, uint4 v)
     emulated_store(word + 3, v.w);
 }
 
+inline void begin_poll()
+{
+    emulator_here->polls->count = 0;
+    emulator_here->polls->num_polls++;
+}
+
+/* Records a load of a word that other threads may write, so that a thread that naps knows for
+ * which words it waits. */
+template <class T> inline T record_load(const T *p, T value)
+{
+    emulator_polls *polls = emulator_here->polls;
+    const uint32_t i = polls->count++;
+    if (i < EMULATOR_MAX_POLLS) {
+        polls->num_bytes[i] = sizeof value;
+        polls->at[i] = p;
+        polls->values[i] = value;
+    }
+    return value;
+}
+
 template <class T> inline T load_relaxed(const T *p)
+{
+    return record_load(p, emulated_load(p));
+}
+
+inline uint4 load_relaxed(const uint4 *p)
+{
+    const uint32_t *word = (const uint32_t *)p;
+    return {load_relaxed(word), load_relaxed(word + 1), load_relaxed(word + 2),
+            load_relaxed(word + 3)};
+}
+
+inline uint32_t load_unawaited(const uint32_t *p)
 {
     return emulated_load(p);
 }
@@ -57,8 +89,8 @@ template <class T> inline void store_relaxed(T *p, std::common_type_t<T> v)
 
 inline void load_two_words(const uint64_t *p, uint64_t &a, uint64_t &b)
 {
-    a = emulated_load(p);
-    b = emulated_load(p + 1);
+    a = load_relaxed(p);
+    b = load_relaxed(p + 1);
 }
 
 inline void fence_system()
@@ -68,7 +100,7 @@ inline void fence_system()
 
 inline uint32_t load_acquire(const uint32_t *p)
 {
-    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    return record_load(p, __atomic_load_n(p, __ATOMIC_ACQUIRE));
 }
 
 inline void store_release(uint32_t *p, uint32_t v)
