@@ -261,6 +261,15 @@ static epic_result open_own_boxes(epic_group *g, hosts_part *h, peer_info *mine)
     return move_to_host(g, h, mine);
 }
 
+/* Returns whether two ranks are threads of one process. With EPIC_HOST, ranks of one process may
+ * be on different hosts, so that their identities of the process differ. But one process has one
+ * copy of libepic, whose identity is random. */
+static bool is_same_process(const epic_peer *a, const epic_peer *b)
+{
+    return p2p_same(a->process, b->process) ||
+           (a->library && a->library == b->library && a->pid == b->pid);
+}
+
 static epic_result listen_for_liveness(epic_group *g, hosts_part *h, peer_info *mine)
 {
     net_liveness_setup setup = {.host = g->rank,
@@ -272,7 +281,7 @@ static epic_result listen_for_liveness(epic_group *g, hosts_part *h, peer_info *
      * the connections would need too many sockets. These ranks exit together, so they need not
      * watch each other. */
     for (int q = 0; MANY_RANKS && q < g->num_ranks; q++)
-        setup.is_local[q] = p2p_same(g->peers[q].process, g->peers[g->rank].process);
+        setup.is_local[q] = is_same_process(&g->peers[q], &g->peers[g->rank]);
     return net_liveness_listen(&h->liveness, &setup, mine->liveness);
 }
 
