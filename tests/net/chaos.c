@@ -16,10 +16,13 @@ extern void emulator_check_store(const void *p) __attribute__((weak));
 #define MOST_TURNS 60     /* longest ordinary delay of a put, in turns */
 #define MOST_RUNS 64      /* runs in one progress call; a run is some words of one put */
 #define MOST_WORDS 48     /* words in a run */
-#define GHOST_LOOKS 200   /* polls before a word lands a second time */
-#define LATE 300          /* one of this many puts is delayed for LATE_TURNS */
-#define LATE_TURNS 1500   /* a long delay, in turns */
-#define COPIED 40         /* percent of the puts of a strict net that are buffered */
+/* With more hosts, all runs go to hosts with puts in flight. Otherwise most of them would go to
+ * other hosts, and land nothing. */
+#define MANY_HOSTS 32
+#define GHOST_LOOKS 200  /* polls before a word lands a second time */
+#define LATE 300         /* one of this many puts is delayed for LATE_TURNS */
+#define LATE_TURNS 1500  /* a long delay, in turns */
+#define COPIED 40        /* percent of the puts of a strict net that are buffered */
 #define MOST_AGAIN 100   /* polls in which a source is still read after everything has landed */
 #define SLOW_NS 20000000 /* a slow net reports is_done() after this time without a put */
 /* a late net lands its word after this time; longer than an operation */
@@ -378,12 +381,24 @@ static void count_look(net *n)
     n->looked_ns = now;
 }
 
+/* Writes to `hosts` the hosts to which runs go, and returns their number. */
+static int find_targets(const net *n, int hosts[NET_MAX_HOSTS])
+{
+    int count = 0;
+    for (int h = 0; h < n->setup.num_hosts; h++)
+        if (n->setup.num_hosts <= MANY_HOSTS || n->peers[h].posted != n->peers[h].finished)
+            hosts[count++] = h;
+    return count;
+}
+
 static int chaos_progress(net *n)
 {
-    int moved = 0;
+    int moved = 0, targets[NET_MAX_HOSTS];
+    const int num_targets = find_targets(n, targets);
     count_look(n);
-    for (int64_t runs = run_between(&n->random, 1, MOST_RUNS); runs > 0; runs--) {
-        const int host = (int)run_below(&n->random, n->setup.num_hosts);
+    for (int64_t runs = run_between(&n->random, 1, MOST_RUNS); runs > 0 && num_targets;
+         runs--) {
+        const int host = targets[run_below(&n->random, num_targets)];
         if (host != n->setup.host && !is_dropped(n, host)) moved += land_run(n, host);
     }
     for (int h = 0; h < n->setup.num_hosts; h++)

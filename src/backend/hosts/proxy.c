@@ -47,15 +47,19 @@
 #define URGENT_QUIET_US 5
 /* number of cache lines ahead of the current ring entry that the thread prefetches */
 #define PREFETCH_LINES 4
+#ifndef IDLE_ROUNDS /* tests with many ranks on few cores set fewer */
 /* the thread begins to sleep after this many calls of proxy_progress() without progress */
 #define IDLE_ROUNDS 64
+#endif
 /* polling time in us before the first sleep, if this process has at least SPARE_CORES cores */
 #define SPIN_US 200
 #define SPARE_CORES 8
 /* A sleep takes a 16th of the time without progress, so it makes no pause much longer. */
 #define NAP_SHARE 16
+#ifndef MIN_NAP_US /* tests with many ranks on few cores set longer sleeps */
 #define MIN_NAP_US 20
-#ifndef MAX_NAP_BUSY_US    /* tests with many ranks on few cores set a longer one */
+#endif
+#ifndef MAX_NAP_BUSY_US
 #define MAX_NAP_BUSY_US 50 /* longest sleep while an operation runs */
 #endif
 /* Longest sleep while no operation runs. hosts_proxy_wake() ends such a sleep early, but the
