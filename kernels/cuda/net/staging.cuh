@@ -148,7 +148,9 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
 #endif
 /* A warp whose piece is not likely to arrive next polls only once in this many spins (passes of
  * its wait loop). */
+#ifndef SPINS_PER_FAR_POLL /* the emulator of the tests polls rarely, and then looks in every spin */
 #define SPINS_PER_FAR_POLL 32u
+#endif
 /* if all rows of one rank together have at most this many bytes, all warps poll at every
  * spin */
 #define MAX_POLLED_BYTES (POLL_WINDOW_BYTES / 8)
