@@ -35,7 +35,7 @@ __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
     return self.num_ranks + 1;
 }
 
-/* rows of at most this many pieces (64 KB) are sent with one put */
+/* a row of at most this many pieces can be one unit (64 KB, or 128 KB with 8 vectors per lane) */
 #define MAX_ROW_PUT_PIECES 32
 
 /* Divides units among warps. If there are ranks on other hosts and enough tokens, each unit is

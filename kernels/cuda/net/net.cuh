@@ -90,30 +90,54 @@ static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry
 /* Sends `bytes` bytes (a multiple of 8) at address `from` to rank q. If q is on another host,
  * heap[q] is this rank's outbox, `from` is in this outbox, and the net copies the bytes to the
  * same offset in the inbox of q. If q is on this host, heap[q] is the heap of q itself, so the
- * bytes are already there, and the function does nothing. Called by one thread. */
+ * bytes are already there, and the function does nothing. The words must fit into one entry of
+ * the ring (P2P_ENTRY_WORDS_BITS). Called by one thread. */
 __device__ __forceinline__ void post_put(const OpState &op, int q, const void *from,
                                          uint32_t bytes)
 {
     const p2p_self &self = *op.self;
     if (!is_remote(self, q)) return;
     const uint64_t word = (uint64_t)((const uint8_t *)from - self.heap[q]) / 8;
+    INVARIANT(bytes / 8 < 1u << P2P_ENTRY_WORDS_BITS);
     post_entry(op, P2P_ENTRY(q, word, bytes / 8));
 }
 
-/* Like post_put(), for bytes that several lanes of a warp have stored. Called by the whole
+/* Like post_put(), for any number of words. Appends as many entries as needed. Called by one
+ * thread. */
+__device__ __forceinline__ void post_put_words(const OpState &op, int q, const uint64_t *from,
+                                               int64_t words)
+{
+    for (int64_t at = 0; at < words; at += P2P_ENTRY_MOST_WORDS)
+        post_put(op, q, from + at,
+                 (uint32_t)min(words - at, (int64_t)P2P_ENTRY_MOST_WORDS) * 8);
+}
+
+/* Like post_put(), for rows. With MANY_RANKS, an entry describes less than 64 KB, so a row may
+ * need several entries. With few ranks it describes less than 2 MB, and one entry must suffice,
+ * because the loop would need registers of the kernels that send rows. Called by one thread. */
+__device__ __forceinline__ void post_put_row(const OpState &op, int q, const void *from,
+                                             uint32_t bytes)
+{
+    if (MANY_RANKS)
+        post_put_words(op, q, (const uint64_t *)from, bytes / 8);
+    else
+        post_put(op, q, from, bytes);
+}
+
+/* Like post_put_row(), for bytes that several lanes of a warp have stored. Called by the whole
  * warp. */
 __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const void *from,
                                               uint32_t bytes)
 {
     if (!HOSTS) return;
     __syncwarp();
-    if (lane_id() == 0) post_put(op, q, from, bytes);
+    if (lane_id() == 0) post_put_row(op, q, from, bytes);
 }
 
 /* Called by each warp that has stored a piece of a token's row for rank q. `index`:
- * TOKEN_INDEX() of the token. Only the call for the last missing piece posts a put. This put
- * sends the whole row: `bytes` bytes at address `whole`. `pieces`: number of pieces of the row.
- * Called by a whole warp. */
+ * TOKEN_INDEX() of the token. Only the call for the last missing piece posts puts. They send the
+ * whole row: `bytes` bytes at address `whole`. `pieces`: number of pieces of the row. Called by
+ * a whole warp. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
                                                        int q, int32_t index, int pieces,
                                                        const void *whole, uint32_t bytes)
@@ -128,7 +152,7 @@ __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, con
     __threadfence();
     if (atomicAdd(stored, 1u) + 1 != (uint32_t)pieces) return;
     store_relaxed(stored, 0u);
-    post_put(op, q, whole, bytes);
+    post_put_row(op, q, whole, bytes);
 }
 
 /* Sends `count` floats at address `floats` to rank q. The warp has stored them before. They are
@@ -248,16 +272,6 @@ __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
     for (int i = 0; i < P2P_ANNOUNCE_WORDS; i++)
         whole &= is_stamped(op, load_relaxed(announcement + i));
     return whole;
-}
-
-/* Like post_put(), for any number of words. Appends as many entries as needed. Called by one
- * thread. */
-__device__ __forceinline__ void post_put_words(const OpState &op, int q, const uint64_t *from,
-                                               int64_t words)
-{
-    for (int64_t at = 0; at < words; at += P2P_ENTRY_MOST_WORDS)
-        post_put(op, q, from + at,
-                 (uint32_t)min(words - at, (int64_t)P2P_ENTRY_MOST_WORDS) * 8);
 }
 
 #endif
