@@ -71,6 +71,13 @@ holds "bytes of a trace" 'near($3, 100 * (2000 + 12) / 1e6, 0.5) && $4 == 2'
 for ranks in 9 12 17; do
     holds "rows of uneven hosts" 'near($10, 1, 0.25) && $3 > 1'
 done
+# Hosts of more than 31 ranks have no relays either.
+"$sim" --ranks 124 --host 31 --tokens 512 >"$here/out"
+ranks=124
+holds "rows of hosts of 31 ranks" '$10 > 2'
+"$sim" --ranks 128 --host 32 --tokens 512 >"$here/out"
+ranks=128
+holds "rows of hosts of 32 ranks" 'near($10, 1, 0.1)'
 # With a trace of fewer experts than ranks the table ends at that number of ranks.
 "$sim" --tokens 16 --trace "$here/trace" >"$here/out"
 [ "$(grep -c "^ *[0-9]* *[0-9]*  " "$here/out")" = 6 ] || { echo "a trace of 256 experts: $(cat "$here/out")"; exit 1; }

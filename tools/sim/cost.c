@@ -25,11 +25,11 @@ static void raise_rows_us(cost *c, double time, const char *name)
     c->limit = name;
 }
 
-/* Returns true if words go through relays: in groups of more than 32 ranks, on hosts of equally
- * many ranks. */
+/* Returns true if words go through relays: in groups of more than 32 ranks whose rows do, on hosts
+ * of several ranks. */
 static bool relays_words(const shape *s)
 {
-    return s->ranks > 32 && s->ranks_per_host > 1 && s->ranks % s->ranks_per_host == 0;
+    return s->ranks > 32 && s->ranks_per_host > 1 && has_relays(s);
 }
 
 /* Returns the number of ranks' words (announcements, and also counts) that a rank sends to

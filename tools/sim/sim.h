@@ -36,6 +36,17 @@ typedef struct shape {
     int64_t tokens;            /* number of tokens of each rank */
 } shape;
 
+/* largest number of ranks per host with which the backend `hosts` uses relays (P2P_MAX_RELAYS in
+ * kernels/cuda/common/heap.h) */
+#define MAX_RELAYS 31
+
+/* Returns true if a row crosses the network once for each host, and a relay (a rank of that host)
+ * forwards it. Returns false if a row is sent once to each rank. */
+static inline bool has_relays(const shape *s)
+{
+    return s->ranks_per_host <= MAX_RELAYS && s->ranks % s->ranks_per_host == 0;
+}
+
 /* Numbers of rows in one direction: of the rank with the most rows, and the mean over the
  * ranks. */
 typedef struct load {

@@ -161,9 +161,8 @@ static void extend_run(counting *c, int from, int to, int64_t token)
     a->last = token;
 }
 
-/* Counts the rows of a token to a host that has another number of ranks than the sender's host.
- * Relays (ranks that forward a row on their host) are then not used: one row goes to each rank
- * there that has one of the token's experts. */
+/* Counts the rows of a token to another host without relays: one row goes to each rank there that
+ * has one of the token's experts. */
 static void reach_ranks(counting *c, int from, int host, const int32_t *ranks, int count,
                         int64_t token)
 {
@@ -183,7 +182,7 @@ static void reach_host(counting *c, int from, int host, const int32_t *ranks, in
                        int64_t token)
 {
     const int ranks_per_host = c->s->ranks_per_host, here = from / ranks_per_host;
-    if (host != here && c->s->ranks % ranks_per_host) {
+    if (host != here && !has_relays(c->s)) {
         reach_ranks(c, from, host, ranks, count, token);
         return;
     }
