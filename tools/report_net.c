@@ -202,6 +202,11 @@ static bool open_end(net_way *n, net_card *card, int local_rank)
                        .inbox_bytes = n->box_bytes,
                        .urgent_bytes = HEADER_WORDS * 8,
                        .outbox_bytes = n->box_bytes};
+    if (n->num_ranks > NET_MAX_HOSTS) {
+        snprintf(card->why, sizeof card->why, "the group has %d ranks: must be at most %d",
+                 n->num_ranks, NET_MAX_HOSTS);
+        return false;
+    }
     snprintf(card->why, sizeof card->why, "no memory");
     n->inbox = aligned_alloc(4096, n->box_bytes);
     n->outbox = aligned_alloc(4096, n->box_bytes);

@@ -52,7 +52,8 @@ typedef enum net_rdma {
 
 /* Arguments of open(), which copies them. Inbox and outbox must stay valid until close(). */
 typedef struct net_setup {
-    int32_t host, num_hosts; /* this rank's host, and the number of hosts */
+    /* this rank's host, and the number of hosts, which is at most NET_MAX_HOSTS */
+    int32_t host, num_hosts;
     net_rdma rdma;
     /* Maximum number of threads that the engine may start. Engines start threads only if CPUs
      * copy the bytes, for example over TCP. With RDMA the network devices copy them. */
