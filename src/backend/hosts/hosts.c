@@ -57,12 +57,24 @@ typedef struct hosts_part {
 
 _Static_assert(NET_MAX_HOSTS >= DEVICE_MAX_RANKS, "each rank may be a host of its own");
 
+/* Largest config.max_row_bytes with few ranks: 16 bytes less than 1 MiB. There one entry of the
+ * proxy ring must describe a whole row (post_put_row() in kernels/cuda/net/net.cuh). combine also
+ * sends float32 sums, which have twice as many bytes as the rows if these have 16-bit elements. */
+#define MOST_ROW_BYTES ((8 << P2P_ENTRY_WORDS_BITS) / 2 - 16)
+
 /* Implements epic_backend.can_join. The ranks can join if this process finds a GPU, the network
- * engine is available, and there are at most DEVICE_MAX_RANKS ranks. */
+ * engine is available, there are at most DEVICE_MAX_RANKS ranks, and entries of the ring can
+ * describe the rows. */
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
-    (void)config;
+    if (!MANY_RANKS && config->max_row_bytes > MOST_ROW_BYTES) {
+        snprintf(why, 256,
+                 "config.max_row_bytes is %lld: must be at most %d in groups of up to "
+                 "%d ranks",
+                 (long long)config->max_row_bytes, MOST_ROW_BYTES, DEVICE_MAX_RANKS);
+        return false;
+    }
     if (!p2p_any_device(why) || !p2p_share_library(peers, num_ranks, why)) return false;
     if (num_ranks > DEVICE_MAX_RANKS) {
         snprintf(why, 256, "%d ranks: backend hosts has at most %d", num_ranks,

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests ranks that request GPU memory for the net and cannot get it, and ranks that request
  * different kinds of memory. Every rank gets the same error at once, which names the variable
- * and the rank. Without the variable the same ranks can open a group. The net is chaos. */
+ * and the rank. Without the variable the same ranks can open a group. Also tests rows that are too
+ * long. The net is chaos. */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -68,6 +69,21 @@ static void ask_out_of_reach(const epic_bootstrap *bootstrap, void *self)
     expect_refusal(bootstrap, EPIC_ENOTSUP, said);
 }
 
+/* One entry of the proxy ring must describe a row, so rows of 1 MiB are refused. */
+static void open_with_long_rows(const epic_bootstrap *bootstrap, void *self)
+{
+    epic_context *ctx;
+    epic_config config = config_of();
+    (void)self;
+    config.max_row_bytes = 1 << 20;
+    CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_ENOTSUP);
+    CHECK_SAY(
+        strstr(epic_error(ctx), "config.max_row_bytes is 1048576: must be at most 1048560"),
+        "rank %d: %s", bootstrap->rank, epic_error(ctx));
+    epic_close(ctx);
+    CHECK(emulator_bytes(true) == 0 && emulator_bytes(false) == 0);
+}
+
 int main(void)
 {
     wish wishes[] = {
@@ -92,5 +108,6 @@ int main(void)
     setenv("EPIC_NET_MEMORY", "gpu", 1);
     setenv("EPIC_CHAOS_OUT_OF_REACH", "1", 1);
     run_threads(RANKS, ask_out_of_reach, NULL);
+    run_threads(RANKS, open_with_long_rows, NULL);
     return check_end();
 }
