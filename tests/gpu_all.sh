@@ -97,11 +97,22 @@ rm build/gpu/all/hosts.txt
 grep -q '^hosts: not run' said || fail "$(cat said)"
 ! all test || fail "an unknown part is run: $(cat said)"
 
-# a run that ends leaves no process behind, not even one in another process group
+# A run that ends, or is interrupted, leaves no process behind, not even one in another process group.
+is_left() { # usage: is_left PROCESS
+    state=$(sed 's/.*) \(.\).*/\1/' "/proc/$1/stat" 2>/dev/null) || return 1
+    [ "$state" != Z ]
+}
 stub build/gpu/api_nccl 'timeout 300 sleep 300 & echo $! >left_over; sleep 0.2'
 all tests || fail "$(cat said)"
-state=$(sed 's/.*) \(.\).*/\1/' "/proc/$(cat left_over)/stat" 2>/dev/null) || state=gone
-[ "${state:-gone}" = gone ] || [ "$state" = Z ] || fail "a process is left: $(cat left_over), state $state"
+! is_left "$(cat left_over)" || fail "a process is left: $(cat left_over), state $state"
+stub build/gpu/gpu_check 'echo $$ >running; sleep 300'
+rm -f running
+tests/gpu/all.sh tests >said 2>&1 &
+script=$!
+for _ in $(seq 100); do [ -s running ] && break || sleep 0.1; done
+kill -TERM $script
+! wait $script || fail "an interrupted script ends with status 0: $(cat said)"
+! is_left "$(cat running)" || fail "a process is left: $(cat running), state $state"
 
 # tests/jax/gpu/run.sh: a process that kills itself after "right" is no failure, "wrong" and a crash are
 mkdir -p one/tests/jax/gpu && cp "$tests/jax/gpu/run.sh" one/tests/jax/gpu && cd one

@@ -27,9 +27,18 @@ done
 [ "$PARTS" = table ] || [ "$GPUS" -gt 0 ] || { echo "there is no GPU"; exit 1; }
 mkdir -p $ALL
 
+# Kills the processes of the current run, and waits up to 5 s until none is left.
+end_session() {
+    local try
+    for try in {1..50}; do pkill -KILL -s "$session" && sleep 0.1 || break; done
+    session=
+}
+session= # id of the session of the current run; empty: no run
+trap '[ -z "$session" ] || end_session; exit 130' INT TERM
+
 # usage: run SECONDS COMMAND...; appends "verdict, seconds, command" to the results of the part.
 run() {
-    local limit=$1 begin=$(date +%s) left session status try verdict
+    local limit=$1 begin=$(date +%s) left status verdict
     shift
     left=$((END - begin))
     if [ $left -lt 15 ]; then
@@ -42,7 +51,7 @@ run() {
     session=$!
     wait $session
     status=$?
-    for try in {1..50}; do pkill -KILL -s $session && sleep 0.1 || break; done
+    end_session
     verdict=good
     [ $status = 0 ] || verdict="WRONG ($status)"
     [ $status != 124 ] || [ $limit -le $left ] || verdict="not run" # the part had no more time
