@@ -22,9 +22,9 @@ __device__ __forceinline__ uint64_t timer_ns()
     return t;
 }
 
-/* Marks the begin of a poll in a wait. The words that a thread loads from here until it sleeps
- * decide whether it waits longer. Does nothing. This is a function because the emulator of the
- * tests replaces it: there a sleeping thread continues when one of these words has changed. */
+/* Called at the start of each poll in a wait. Does nothing on GPUs. The emulator of the tests
+ * replaces it: there a sleeping thread continues when one of the words has changed that it has
+ * loaded since this call. */
 __device__ __forceinline__ void begin_poll()
 {
 }
@@ -39,7 +39,8 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t *p)
     return v;
 }
 
-/* Like load_relaxed(), but for a word for whose change no thread waits: see begin_poll(). */
+/* Does the same as load_relaxed(). Used for a word that no thread waits for: in the emulator, a
+ * change of this word does not wake a sleeping thread (begin_poll()). */
 __device__ __forceinline__ uint32_t load_unawaited(const uint32_t *p)
 {
     return load_relaxed(p);

@@ -32,8 +32,8 @@ check() {
     timeout -k 5 $((left < LIMIT ? left : LIMIT)) "$PYTHON" "tests/jax/gpu/$program.py" "$@" 2>&1
 }
 
-# usage: is_right LOG; succeeds if the program has said that it is right. The last line of the log can be
-# another one: the shell writes "Killed" there if the program has killed itself, as in the case "killed".
+# usage: is_right LOG; succeeds if "right" is the last result in the log. A line "Killed" may follow it: the shell
+# writes this line if the program has killed itself, as in the case "killed".
 is_right() { [ "$(grep -x 'right\|wrong' "$1" | tail -n 1)" = right ]; }
 
 # usage: alone GPUS [cases]
