@@ -6,7 +6,7 @@
  *
  *   writer                  stores                               reader that waits
  *   control warps           ids of this rank's tokens, to        workers of every CTA
- *                           every peer (stamped words)           (gather_ids)
+ *                           every rank (stamped words)           (gather_ids)
  *   control warp, last CTA  sizes (stamped words)                control warps (gather_sizes)
  *
  * A CTA has one control warp, its last warp. The other warps are workers. A stamped word
@@ -81,10 +81,11 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
            (HOSTS ? token * 2 * id_lanes_of(job.layer) : 0);
 }
 
-/* Sends the expert ids of this rank's tokens to all peers. Each control warp handles some
- * tokens, several at a time. Each lane sends one word, which contains two ids. The constructor
- * starts to load the first ids when the kernel starts. make_words() encodes the ids that the
- * lane has loaded. send_ids() sends all ids; it must be called after op has been
+/* Sends the expert ids of this rank's tokens to all ranks. They include this rank, because its
+ * CTAs read these ids faster as stamped words than from the caller's array. Each control warp
+ * handles some tokens, several at a time. Each lane sends one word, which contains two ids. The
+ * constructor starts to load the first ids when the kernel starts. make_words() encodes the ids
+ * that the lane has loaded. send_ids() sends all ids; it must be called after op has been
  * initialized. */
 struct IdSender {
     const p2p_plan_job &job;
@@ -127,16 +128,16 @@ struct IdSender {
     {
         if (token < job.num_tokens) id_pair = pack_ids(job, low, high);
     }
-    /* Only in backend `hosts`: sends the ids of this warp's tokens to all peers by puts (copies
-     * by the net). All lanes run the same number of iterations, because one put sends the words
-     * of all lanes. */
+    /* Only in backend `hosts`: sends the ids of this warp's tokens to all ranks. Ranks on other
+     * hosts get them by puts (copies by the net). All lanes run the same number of iterations,
+     * because one put sends the words of all lanes. */
     __device__ __forceinline__ void put_ids(const OpState &op)
     {
         const p2p_self &self = job.self;
         for (int32_t first = __shfl_sync(ALL_LANES, token, 0); first < job.num_tokens;
              first += token_step, token += token_step, read_ids(), make_words()) {
             const int many = min(job.num_tokens - first, WARP >> word_bits);
-            for (int distance = 1; distance < self.num_ranks; distance++) {
+            for (int distance = 0; distance < self.num_ranks; distance++) {
                 const int q = wrap_rank(self.rank + distance, self.num_ranks);
                 uint64_t *to = id_words(job, op, self.heap[q], self.rank, first);
                 if (token < job.num_tokens)
@@ -146,13 +147,13 @@ struct IdSender {
             }
         }
     }
-    /* Sends the ids of all tokens of this warp to all peers. */
+    /* Sends the ids of all tokens of this warp to all ranks. */
     __device__ __forceinline__ void send_ids(const OpState &op)
     {
         if (HOSTS) return put_ids(op);
         const p2p_self &self = job.self;
         while (token < job.num_tokens) {
-            for (int distance = 1; distance < self.num_ranks; distance++) {
+            for (int distance = 0; distance < self.num_ranks; distance++) {
                 const int q = wrap_rank(self.rank + distance, self.num_ranks);
                 if (is_vacant(op, q)) continue;
                 store_relaxed(id_words(job, op, self.heap[q], self.rank, token) +
@@ -214,43 +215,27 @@ __device__ __forceinline__ int gatherer_index()
     return (LOWLAT_WORKERS - 1 - (int)threadIdx.x / WARP) * WARP + lane_id();
 }
 
-/* Reads the expert ids of this rank's tokens, and adds their choices to the tables. Each lane
- * handles one choice of a token at a time. Called by the workers of the CTA. */
-static __device__ void gather_own_ids(LowlatPlan &tables, const p2p_plan_job &job)
-{
-    ChoiceMarker marker(tables, job.self.rank);
-    const int choice_bits = bits_of(marker.ids_per_token);
-    const int k = gatherer_index() & ((1 << choice_bits) - 1);
-    const int32_t step = LOWLAT_WORKERS * WARP >> choice_bits;
-    if (k >= marker.ids_per_token) return;
-    for (int32_t token = gatherer_index() >> choice_bits; token < job.num_tokens;
-         token += step) {
-        const uint32_t e = encode_id(job, raw_id(job, token, k));
-        marker.ids[token * marker.ids_per_token + k] = (uint16_t)e;
-        marker.mark_choice(token, k, e);
-    }
-    marker.note_repeats();
-}
-
-/* Waits for the expert ids of the peers, and adds their choices to the tables. Each lane
- * handles tokens of one peer, and P2P_LOWLAT_LANE_IDS (4) choices of a token at a time. Called
+/* Waits for the expert ids of all ranks, and adds their choices to the tables. Each lane
+ * handles tokens of one rank, and P2P_LOWLAT_LANE_IDS (4) choices of a token at a time. Called
  * by the workers of the CTA. Returns false if the group has failed. */
-static __device__ bool gather_peer_ids(LowlatPlan &tables, const p2p_plan_job &job,
-                                       const OpState &op)
+static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
+                                  const OpState &op)
 {
     const p2p_self &self = job.self;
-    const int peers = self.num_ranks - 1;
-    const int id_lane_bits = bits_of(tables.id_lanes), peer_bits = bits_of(peers);
+    const int ranks = self.num_ranks;
+    const int id_lane_bits = bits_of(tables.id_lanes), rank_bits = bits_of(ranks);
     const int id_lane = gatherer_index() & ((1 << id_lane_bits) - 1);
-    const int peer = gatherer_index() >> id_lane_bits & ((1 << peer_bits) - 1);
-    const int rank = wrap_rank(self.rank + 1 + min(peer, peers - 1), self.num_ranks);
-    const int32_t step = LOWLAT_WORKERS * WARP >> (id_lane_bits + peer_bits);
+    const int distance = gatherer_index() >> id_lane_bits & ((1 << rank_bits) - 1);
+    const int rank = wrap_rank(self.rank + min(distance, ranks - 1), ranks);
+    const int32_t step = LOWLAT_WORKERS * WARP >> (id_lane_bits + rank_bits);
     const int first = id_lane * P2P_LOWLAT_LANE_IDS; /* index of the lane's first choice */
-    const bool is_used = id_lane < tables.id_lanes && peer < peers && is_member(self, op, rank);
+    int32_t token = gatherer_index() >> (id_lane_bits + rank_bits);
+    /* the lanes that are left over must not handle a token that others handle, too */
+    const bool is_used = token < step && id_lane < tables.id_lanes && distance < ranks &&
+                         is_member(self, op, rank);
     ChoiceMarker marker(tables, rank);
-    int32_t token = gatherer_index() >> (id_lane_bits + peer_bits);
     /* number of tokens of `rank`; -1 until its announcement has arrived */
-    int32_t num_tokens = is_used ? -1 : 0;
+    int32_t num_tokens = !is_used ? 0 : rank == self.rank ? job.num_tokens : -1;
     const uint64_t *announced =
         announcement_words(self, op, self.heap[self.rank], rank) + P2P_ANNOUNCED_TOKENS;
     for (; __any_sync(ALL_LANES, token < (num_tokens < 0 ? tables.max_tokens : num_tokens));
@@ -274,7 +259,7 @@ static __device__ bool gather_peer_ids(LowlatPlan &tables, const p2p_plan_job &j
                 waits = num_tokens < 0 ||
                         (token < num_tokens && !(is_stamped(op, a) && is_stamped(op, b)));
             }
-            missing = waits ? rank : -1;
+            missing = waits && rank != self.rank ? rank : -1;
             return __any_sync(ALL_LANES, waits) == 0;
         });
         if (!ok) return false;
@@ -287,17 +272,6 @@ static __device__ bool gather_peer_ids(LowlatPlan &tables, const p2p_plan_job &j
     }
     marker.note_repeats();
     return true;
-}
-
-/* Adds the choices of all ranks to the tables. The choices of this rank come first, because
- * their ids need no wait. Called by the workers of the CTA. Returns false if the group has
- * failed. */
-static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
-                                  const OpState &op)
-{
-    gather_own_ids(tables, job);
-    __syncwarp();
-    return job.self.num_ranks == 1 || gather_peer_ids(tables, job, op);
 }
 
 /* Waits for the sizes (tokens, capacity, rows) of all ranks, and stores them in the tables.
