@@ -33,12 +33,12 @@ struct Entry {
     uint32_t work;
     __extension__ RankMask
         peers[MANY_RANKS]; /* many ranks only: the peers, if the unit sends */
-    /* role: what the unit does (role_of()). span: index of the unit's span (some pieces) in the
-     * row */
-    int16_t role, span;
-    /* first: index in the row of the unit's first piece. count: number of pieces. A unit
-     * without work uses one buffer of the ring, which stays empty. */
-    int16_t first, count;
+    /* role: what the unit does (role_of()). count: number of pieces of its span. A unit without
+     * work uses one buffer of the ring, which stays empty. */
+    int16_t role, count;
+    /* span: index in the row of the unit's span (some pieces). first: index in the row of the
+     * first piece of the span. */
+    int32_t span, first;
     Slot slots[WARP]; /* only if the unit receives: the token's slots on this rank */
 };
 
@@ -142,8 +142,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             entry.token = role == 0 ? sent : received;
             entry.work = work;
             entry.role = (int16_t)role;
-            entry.span = (int16_t)walk.span;
-            entry.first = (int16_t)first_piece(m, walk);
+            entry.span = walk.span;
+            entry.first = first_piece(m, walk);
             entry.count = (int16_t)pieces_of(m, walk);
         }
         walk.next_unit(m.stride);
