@@ -40,10 +40,6 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
                      char *why)
 {
     (void)config;
-    if (num_ranks > EPIC_MAX_RANKS) {
-        snprintf(why, 256, "threads supports at most %d ranks", EPIC_MAX_RANKS);
-        return false;
-    }
     for (int r = 1; r < num_ranks; r++) {
         if (memcmp(peers[r].process, peers[0].process, sizeof peers[0].process) != 0) {
             snprintf(
