@@ -1837,7 +1837,9 @@ typedef struct epic_memory_info {
  * For "hosts" the result is an upper bound.  Memory that the network reads and writes is
  * counted in both host_bytes and device_bytes, unless an environment variable selects one of
  * them (docs/reference/environment.md).
- * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP if the backend's library cannot be loaded.
+ * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP if the backend's library cannot be loaded.  If the
+ *          backend supports no group with this configuration, for example with so many ranks or
+ *          such large rows: the error that epic_open returns.
  * Threads: local.
  * CUDA:    no difference. */
 static inline epic_result epic_memory(const epic_config *config, const epic_layer *layer,

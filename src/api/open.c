@@ -21,12 +21,24 @@
 #include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
-int64_t context_bytes(const epic_config *config, bool host)
+/* Returns the host memory of a context in bytes: the struct, the table of tags, the flight
+ * recorder and, for a host context (`host`), the trace and the exchanges. Does not include the
+ * memory of the backend. */
+static int64_t context_bytes(const epic_config *config, bool host)
 {
     const int64_t recorder = (int64_t)recorder_bytes((int32_t)config->num_ranks);
     const int64_t own = (int64_t)sizeof(epic_context) + TAGS_BYTES + recorder;
     const int64_t trace = config_trace() ? TRACE_BYTES : 0;
     return host ? own + trace + config->max_in_flight * exchange_bytes(config) : own;
+}
+
+epic_result context_memory(epic_memory_info *out, const epic_config *config,
+                           const epic_backend *backend)
+{
+    *out = (epic_memory_info){0};
+    TRY(backend_copy_error(backend, backend->memory(config, out)));
+    out->host_bytes += context_bytes(config, backend->transport != NULL);
+    return EPIC_OK;
 }
 
 /* Implements epic_bootstrap.gather for a group of one rank: copies `mine` to element 0 of
@@ -170,14 +182,17 @@ static epic_result gather_domains(const epic_context *ctx, const epic_bootstrap 
     return EPIC_OK;
 }
 
-/* Chooses a backend, gathers the choices of all ranks, and checks that they are equal. Without
- * this allgather, a rank whose host has not installed a plugin would fail alone, and all other
- * ranks would wait for it in epic_backend.join. */
+/* Chooses a backend and checks that it supports the configuration. Then gathers the choices of
+ * all ranks and checks that they are equal. Without this allgather, a rank whose host has not
+ * installed a plugin would fail alone, and all other ranks would wait for it in
+ * epic_backend.join. */
 static epic_result agree_on_backend(const epic_backend **out, const epic_context *ctx,
                                     const epic_bootstrap *bootstrap, rank_info *mine,
                                     rank_info *all, const epic_peer *peers)
 {
-    const epic_result found = choose_backend(out, peers, ctx->num_hosts, &ctx->config);
+    epic_memory_info memory;
+    epic_result found = choose_backend(out, peers, ctx->num_hosts, &ctx->config);
+    if (found == EPIC_OK) found = context_memory(&memory, &ctx->config, *out);
     if (found == EPIC_OK) snprintf(mine->backend, sizeof mine->backend, "%s", (*out)->name);
     return agree_on_result(bootstrap, mine, all, found);
 }

@@ -88,26 +88,18 @@ epic_result epic_capacity_bound_v1(const epic_config *config, size_t config_size
     return EPIC_OK;
 }
 
-/* Returns the memory that a context needs: the memory of its backend plus context_bytes(). */
-static epic_memory_info context_memory(const epic_config *c, const epic_backend *backend)
-{
-    epic_memory_info info = {0};
-    if (backend->memory) backend->memory(c, &info);
-    info.host_bytes += context_bytes(c, backend->transport != NULL);
-    return info;
-}
-
 epic_result epic_layer_sizes_v1(epic_context *ctx, const epic_layer *layer, size_t layer_size,
                                 epic_layer_info *out, size_t size)
 {
     epic_layer l;
     epic_layer_info info = {0};
+    epic_memory_info memory;
     if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: must be a context from epic_open");
     TRY(context_check(ctx));
     TRY(CHECK_PLACE(out, size));
     TRY(layer_read(&l, layer, layer_size, ctx->num_members));
     TRY(check_plan_size(&ctx->config, &l, &info.plan_bytes));
-    const epic_memory_info memory = context_memory(&ctx->config, ctx->backend);
+    TRY(context_memory(&memory, &ctx->config, ctx->backend));
     const uint32_t ranks = (uint32_t)ctx->num_ranks;
     const uint32_t local = (l.num_experts + ranks - 1) / ranks;
     const uint32_t first = local * (uint32_t)ctx->rank;
@@ -129,13 +121,13 @@ epic_result epic_memory_v1(const epic_config *config, size_t config_size,
                            size_t size)
 {
     epic_config c;
-    epic_memory_info info = {0};
+    epic_memory_info info;
     TRY(CHECK_PLACE(out, size));
     TRY(config_read_sizes(&c, config, config_size));
     const epic_backend *backend;
     TRY(backend_find(&backend, c.backend ? backend_resolve_name(c.backend, true) : "shm",
                      (int)c.num_ranks, c.flags));
-    info = context_memory(&c, backend);
+    TRY(context_memory(&info, &c, backend));
     if (layer)
         TRY(epic_plan_bytes_v1(config, config_size, layer, layer_size, &info.plan_bytes));
     WRITE_SIZED(out, &info, size);

@@ -117,9 +117,11 @@ typedef struct epic_backend {
      * the parent and its peers. NULL: the child keeps its copy until it exits. */
     void (*forget)(epic_group *group);
 
-    /* Writes to *out how much memory join allocates for one rank. *config has all defaults
-     * filled in. */
-    void (*memory)(const epic_config *config, epic_memory_info *out);
+    /* Writes to *out how much memory join allocates for one rank. *config has num_ranks and all
+     * defaults filled in, and *out contains zeros. If the backend supports no group with this
+     * config, returns an error and sets its text with epic_fail. epic_open calls this function
+     * before join, so join need not check what this function has checked. */
+    epic_result (*memory)(const epic_config *config, epic_memory_info *out);
 
     /* Returns whether `from` is in the memory of this backend's devices. If so, copies `bytes`
      * bytes from `from` to host memory at `to`, waits for the copy, and sets *good to whether

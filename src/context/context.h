@@ -77,10 +77,10 @@ void context_mend(epic_context *ctx);
  * have. Returns EPIC_ENOTSUP if the backend does not support vacant seats. */
 epic_result context_set_members(epic_context *ctx, const seat_set *members);
 
-/* Returns the host memory of a context in bytes: the struct, the table of tags, the flight
- * recorder and, for a host context (`host`), the trace and the exchanges. Does not include the
- * memory of the backend. */
-int64_t context_bytes(const epic_config *config, bool host);
+/* Writes to *out the memory of a context with this config and backend, without plans. If the
+ * backend supports no group with this config, returns the error that epic_open returns. */
+epic_result context_memory(epic_memory_info *out, const epic_config *config,
+                           const epic_backend *backend);
 
 /* Returns EPIC_OK, or EPIC_ECLOSED if epic_open failed or this process is a forked child. */
 epic_result context_check_open(const epic_context *ctx);

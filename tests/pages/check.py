@@ -30,7 +30,7 @@ BEFORE = {
     "bool can_join(const epic_peer *, int, const epic_config *, char *);\n"
     "epic_result join(epic_group **, const epic_join *);\n"
     "void leave(epic_group *), forget(epic_group *);\n"
-    "void memory(const epic_config *, epic_memory_info *);\n"
+    "epic_result memory(const epic_config *, epic_memory_info *);\n"
     "extern const epic_transport transport;\n",
 }
 AFTER = {"docs/guide/launching.md": "    return 0;\n}\n"}

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests wrong arguments of epic_open and of the size queries, and arguments that only some
- * numbers of ranks refuse. */
+/* Tests wrong arguments of epic_open and of the size queries, arguments that only some numbers
+ * of ranks refuse, and that epic_memory refuses the groups that epic_open refuses. */
 #include <stdio.h>
 #include <string.h>
 
@@ -155,6 +155,39 @@ static void unequal(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
+/* Groups that epic_open refuses have no memory: epic_memory returns the same error. */
+static void refused_alike(const epic_bootstrap *bootstrap, void *self)
+{
+    static const struct {
+        const char *backend;
+        int64_t staging_bytes;
+        epic_result result;
+        const char *text;
+    } cases[] = {
+        {"self", 0, EPIC_ENOTSUP, "num_ranks is 3: must be 1 in backend self, other backends"},
+        {"threads", 1000, EPIC_EINVAL, "config.staging_bytes is 1000: must be 0, or at least "},
+        {"shm", 1000, EPIC_EINVAL, "config.staging_bytes is 1000: must be 0, or at least "},
+        {NULL, 1000, EPIC_EINVAL, "config.staging_bytes is 1000: must be 0, or at least "}};
+    (void)self;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const epic_config config = {.max_tokens = 4,
+                                    .max_row_bytes = 64,
+                                    .num_ranks = 3,
+                                    .staging_bytes = cases[i].staging_bytes,
+                                    .backend = cases[i].backend};
+        epic_context *ctx;
+        epic_memory_info info = {.host_bytes = -1};
+        CHECK_EQ(epic_memory(&config, NULL, &info), cases[i].result);
+        char text[512];
+        snprintf(text, sizeof text, "%s", epic_error(NULL));
+        CHECK_SAY(strncmp(text, cases[i].text, strlen(cases[i].text)) == 0, "%s", text);
+        CHECK(info.host_bytes == -1);
+        CHECK_EQ(epic_open(&ctx, bootstrap, &config), cases[i].result);
+        CHECK_SAY(strstr(epic_error(ctx), text), "no %s in: %s", text, epic_error(ctx));
+        epic_close(ctx);
+    }
+}
+
 int main(void)
 {
     check_begin();
@@ -163,5 +196,6 @@ int main(void)
     try_queries();
     run_threads(3, three, NULL);
     run_threads(3, unequal, NULL);
+    run_threads(3, refused_alike, NULL);
     return check_end();
 }

@@ -552,15 +552,17 @@ static void check_break(MPI_Comm *comm)
 
 static void check_refusals(MPI_Comm *comm)
 {
-    epic_group *group = NULL;
-    epic_config config = {.max_in_flight = 64, .staging_bytes = 1000};
+    epic_memory_info memory = {0};
+    epic_config config = {
+        .max_in_flight = 64, .num_ranks = (uint32_t)world_size, .staging_bytes = 1000};
+    (void)comm;
     if (world_size > 1) {
-        CHECK(open_with(&group, comm, config) == EPIC_EINVAL && !group);
+        CHECK(epic_backend_mpi.memory(&config, &memory) == EPIC_EINVAL);
         char least[32];
         snprintf(least, sizeof least, "needs %d ", 2 * (world_size - 1) * 64 * 2 * 8704);
         CHECK(strstr(epic_error(NULL), least));
     }
-    config = (epic_config){.max_in_flight = 64, .num_ranks = (uint32_t)world_size};
+    config.staging_bytes = 0;
     epic_peer *peers = calloc((size_t)world_size + 2, sizeof *peers);
     char why[256] = "";
     if (world_size > 1) {
@@ -571,8 +573,7 @@ static void check_refusals(MPI_Comm *comm)
     CHECK(epic_backend_mpi.can_join(peers, world_size, &config, why));
     CHECK(!epic_backend_mpi.can_join(peers, world_size + 1, &config, why));
     free(peers);
-    epic_memory_info memory;
-    epic_backend_mpi.memory(&config, &memory);
+    CHECK(epic_backend_mpi.memory(&config, &memory) == EPIC_OK);
     CHECK(memory.host_bytes > 0 && memory.host_bytes < 320ll << 20);
     CHECK(memory.shared_bytes == 0 && memory.device_bytes == 0);
 }

@@ -62,25 +62,13 @@ _Static_assert(NET_MAX_HOSTS >= DEVICE_MAX_RANKS, "each rank may be a host of it
  * sends float32 sums, which have twice as many bytes as the rows if these have 16-bit elements. */
 #define MOST_ROW_BYTES ((8 << P2P_ENTRY_WORDS_BITS) / 2 - 16)
 
-/* Implements epic_backend.can_join. The ranks can join if this process finds a GPU, the network
- * engine is available, there are at most DEVICE_MAX_RANKS ranks, and entries of the ring can
- * describe the rows. */
+/* Implements epic_backend.can_join. The ranks can join if this process finds a GPU and the
+ * network engine is available. */
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
-    if (!MANY_RANKS && config->max_row_bytes > MOST_ROW_BYTES) {
-        snprintf(why, 256,
-                 "config.max_row_bytes is %lld: must be at most %d in groups of up to "
-                 "%d ranks",
-                 (long long)config->max_row_bytes, MOST_ROW_BYTES, DEVICE_MAX_RANKS);
-        return false;
-    }
+    (void)config;
     if (!p2p_any_device(why) || !p2p_share_library(peers, num_ranks, why)) return false;
-    if (num_ranks > DEVICE_MAX_RANKS) {
-        snprintf(why, 256, "%d ranks: backend hosts has at most %d", num_ranks,
-                 DEVICE_MAX_RANKS);
-        return false;
-    }
     const net_engine *engine = hosts_env_engine(why);
     return engine && engine->is_available(why);
 }
@@ -124,12 +112,6 @@ static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
     p2p_heap *at = &g->self.at;
     const int64_t parts = partial_sums_bytes(at, g->num_ranks);
     at->parts = p2p_heap_bytes(at);
-    if (at->bytes / 8 >= (int64_t)P2P_EPOCH_ENDS)
-        return epic_fail(
-            EPIC_ENOTSUP,
-            "backend hosts: a heap of %lld bytes is too large, it must be less than "
-            "64 GB; lower config.max_tokens or set config.staging_bytes",
-            (long long)at->bytes);
     for (int q = 0; q < g->num_ranks; q++)
         if (p2p_same(g->peers[q].host, g->peers[g->rank].host))
             g->self.net->host_ranks[q / 32] |= 1u << q % 32;
@@ -533,10 +515,6 @@ static epic_group *new_group(const epic_join *join)
  * return an error and no rank waits for the failed rank. */
 static epic_result hosts_join(epic_group **out, const epic_join *join)
 {
-    if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
-        return epic_fail(EPIC_ENOTSUP,
-                         "backend hosts: %d ranks are too many, it has at most %d",
-                         join->bootstrap->num_ranks, DEVICE_MAX_RANKS);
     const int num_ranks = join->bootstrap->num_ranks;
     peer_info *infos = calloc((size_t)num_ranks + 1, sizeof *infos);
     if (!infos) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
@@ -602,21 +580,40 @@ static void hosts_describe_net(const epic_group *g, char *to, size_t size)
     epic_fit_text(to, size, g->hosts->net_text);
 }
 
+/* Returns EPIC_ENOTSUP if entries of the proxy ring cannot describe the rows or the heap. */
+static epic_result check_sizes(const epic_config *config, const p2p_heap *at)
+{
+    if (!MANY_RANKS && config->max_row_bytes > MOST_ROW_BYTES)
+        return epic_fail(EPIC_ENOTSUP,
+                         "config.max_row_bytes is %lld: must be at most %d in groups of up to "
+                         "%d ranks; split the rows, or use backend p2p",
+                         (long long)config->max_row_bytes, MOST_ROW_BYTES, DEVICE_MAX_RANKS);
+    if (at->bytes / 8 >= (int64_t)P2P_EPOCH_ENDS)
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "backend hosts: a heap of %lld bytes is too large, it must be less than "
+            "64 GB; lower config.max_tokens or set config.staging_bytes",
+            (long long)at->bytes);
+    return EPIC_OK;
+}
+
 /* Implements epic_backend.memory. If EPIC_NET_MEMORY is not set, it is unknown before joining
  * whether the boxes are in GPU memory or in host memory, so both host_bytes and device_bytes
  * include them. */
-static void hosts_memory_info(const epic_config *config, epic_memory_info *out)
+static epic_result hosts_memory_info(const epic_config *config, epic_memory_info *out)
 {
+    TRY(p2p_check_config(config));
     const p2p_heap at = p2p_heap_for(config);
+    TRY(check_sizes(config, &at));
     const hosts_memory asked = hosts_env_memory();
     const int64_t on_gpu = asked == HOSTS_MEMORY_HOST ? 0 : 2 * box_bytes(&at, true);
     const int64_t in_host = asked == HOSTS_MEMORY_GPU ? 0 : 2 * box_bytes(&at, false);
     out->host_bytes = (int64_t)(sizeof(epic_group) + sizeof(hosts_part)) + 4096 + in_host +
                       P2P_RING_ENTRIES * 8 + (int64_t)sizeof(p2p_ring_words);
-    out->shared_bytes = 0;
     out->device_bytes =
         p2p_heap_bytes(&at) + partial_sums_bytes(&at, config->num_ranks) + on_gpu;
     out->staging_bytes = p2p_staging_bytes(&at, config->num_ranks);
+    return EPIC_OK;
 }
 
 const epic_backend epic_backend_hosts = {

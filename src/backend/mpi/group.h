@@ -264,11 +264,10 @@ bool runtime_is_up(void);
 pthread_mutex_t *runtime_mutex(void); /* NULL: several threads may call MPI at once */
 
 /* tables.c: the memory of a group */
-epic_result tables_check(const epic_config *config, int num_ranks);
 epic_result tables_make(epic_group **out, const epic_config *config, int rank, int num_ranks);
 void tables_free(epic_group *group);
 void tables_release_rings(epic_group *group, bool in_use);
-void mpi_memory(const epic_config *config, epic_memory_info *out);
+epic_result mpi_memory(const epic_config *config, epic_memory_info *out);
 
 /* liveness.c: finds dead processes on this host. The caller holds the mutex. */
 void liveness_watch(epic_group *group, const epic_peer *peers);

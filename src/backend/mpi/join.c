@@ -120,7 +120,6 @@ static epic_result prepare_rank(const epic_join *join, epic_group **group, join_
     *mine = (join_info){
         .native = join->config->native != NULL, .job = job_id(), .cores = cores_of_thread()};
     TRY(lifecycle_start());
-    TRY(tables_check(join->config, join->bootstrap->num_ranks));
     char why[SENTENCE];
     if (!fits_started(join->config, join->bootstrap->num_ranks, why))
         return epic_fail(EPIC_EINVAL, "backend mpi: %s", why);

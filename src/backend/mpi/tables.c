@@ -101,7 +101,7 @@ static void measure_group(epic_group *group, const epic_config *config, int rank
 }
 
 /* Returns EPIC_EINVAL if staging_bytes is too small for this number of ranks. */
-epic_result tables_check(const epic_config *config, int num_ranks)
+static epic_result tables_check(const epic_config *config, int num_ranks)
 {
     if (choose_ring_bytes(config, num_ranks) >= MIN_RING) return EPIC_OK;
     return epic_fail(EPIC_EINVAL,
@@ -193,12 +193,13 @@ void tables_free(epic_group *group)
 }
 
 /* Implements epic_backend.memory: computes the memory of a context before it is opened. */
-void mpi_memory(const epic_config *config, epic_memory_info *out)
+epic_result mpi_memory(const epic_config *config, epic_memory_info *out)
 {
     epic_group group = {0};
-    measure_group(&group, config, 0, (int)config->num_ranks);
+    const int num_ranks = (int)config->num_ranks;
+    TRY(tables_check(config, num_ranks));
+    measure_group(&group, config, 0, num_ranks);
     out->host_bytes = (int64_t)(sizeof group + group.memory_bytes);
-    out->staging_bytes = num_rings(config, (int)config->num_ranks) * group.ring_bytes;
-    out->shared_bytes = 0;
-    out->device_bytes = 0;
+    out->staging_bytes = num_rings(config, num_ranks) * group.ring_bytes;
+    return EPIC_OK;
 }

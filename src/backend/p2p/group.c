@@ -13,7 +13,8 @@
 
 /* minimum size in bytes of the memory that is allocated for a heap */
 #define LEAST_HEAP (4 << 20)
-#define MOST_SMS 65536 /* larger than the number of SMs of any device */
+#define MOST_TOKENS (1 << 20) /* largest config.max_tokens */
+#define MOST_SMS 65536        /* larger than the number of SMs of any device */
 
 p2p_heap p2p_heap_for(const epic_config *config)
 {
@@ -93,6 +94,22 @@ static epic_result make_status(epic_group *g)
     return EPIC_OK;
 }
 
+epic_result p2p_check_config(const epic_config *config)
+{
+    if (config->num_ranks > DEVICE_MAX_RANKS)
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "num_ranks is %u: must be at most %d in backend %s%s; open smaller groups",
+            config->num_ranks, DEVICE_MAX_RANKS, HOSTS ? "hosts" : "p2p",
+            config->flags & EPIC_CAN_REGROUP ? " with EPIC_CAN_REGROUP" : "");
+    if (config->max_tokens > MOST_TOKENS)
+        return epic_fail(EPIC_ENOTSUP,
+                         "config.max_tokens is %lld: must be at most %d in CUDA contexts; pass "
+                         "the tokens in several calls",
+                         (long long)config->max_tokens, MOST_TOKENS);
+    return EPIC_OK;
+}
+
 epic_result p2p_group_device(epic_group *g, p2p_gpu *gpu)
 {
     struct cudaDeviceProp properties;
@@ -102,10 +119,6 @@ epic_result p2p_group_device(epic_group *g, p2p_gpu *gpu)
         return epic_fail(EPIC_ENOTSUP,
                          "device %d (%s): compute capability is %d.%d: must be at least 8.0",
                          g->device, properties.name, properties.major, properties.minor);
-    if (g->config.max_tokens > 1 << 20)
-        return epic_fail(EPIC_ENOTSUP,
-                         "config.max_tokens is %lld: must be at most 1048576 in CUDA contexts",
-                         (long long)g->config.max_tokens);
     TRY(p2p_cuda(cudaStreamCreateWithFlags(&g->side, cudaStreamNonBlocking), "a stream"));
     g->bulk = properties.major >= 9;
     memcpy(gpu->device, properties.uuid.bytes, sizeof gpu->device);

@@ -47,14 +47,7 @@ static bool may_regroup(const epic_peer *peers, int num_ranks, const epic_config
 static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                          char *why)
 {
-    if (!p2p_any_device(why)) return false;
-    if (num_ranks > DEVICE_MAX_RANKS) {
-        snprintf(why, 256, "num_ranks is %d: must be at most %d in backend p2p%s", num_ranks,
-                 DEVICE_MAX_RANKS,
-                 config->flags & EPIC_CAN_REGROUP ? " with EPIC_CAN_REGROUP" : "");
-        return false;
-    }
-    return may_regroup(peers, num_ranks, config, why) &&
+    return p2p_any_device(why) && may_regroup(peers, num_ranks, config, why) &&
            p2p_fabric_joins(peers, num_ranks, why) && p2p_share_library(peers, num_ranks, why);
 }
 
@@ -170,9 +163,6 @@ static void release_group(epic_group *g)
  * other ranks return the error of this rank and do not wait for it. */
 static epic_result p2p_join(epic_group **out, const epic_join *join)
 {
-    if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
-        return epic_fail(EPIC_ENOTSUP, "num_ranks is %d: must be at most %d in backend p2p",
-                         join->bootstrap->num_ranks, DEVICE_MAX_RANKS);
     epic_group *g = p2p_group_new(join, &hooks);
     join_handle mine = {0}, handles[DEVICE_MAX_RANKS];
     mine.result = g ? (uint32_t)make_own_part(g, &mine) : EPIC_ENOMEM;
@@ -252,13 +242,14 @@ static void p2p_forget(epic_group *g)
 }
 
 /* Implements epic_backend.memory: computes the memory of a context before it is opened. */
-static void p2p_memory(const epic_config *config, epic_memory_info *out)
+static epic_result p2p_memory(const epic_config *config, epic_memory_info *out)
 {
+    TRY(p2p_check_config(config));
     const p2p_heap at = p2p_heap_for(config);
     out->host_bytes = (int64_t)sizeof(epic_group) + 4096;
-    out->shared_bytes = 0;
     out->device_bytes = p2p_heap_bytes(&at) + p2p_mailbox_bytes(config->num_ranks);
     out->staging_bytes = p2p_staging_bytes(&at, config->num_ranks);
+    return EPIC_OK;
 }
 
 const epic_backend epic_backend_p2p = {

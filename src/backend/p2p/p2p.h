@@ -155,6 +155,8 @@ static inline bool p2p_same(const uint64_t a[2], const uint64_t b[2])
 epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks);
 epic_result p2p_group_device(epic_group *group, p2p_gpu *gpu);
 void p2p_group_free(epic_group *group);
+/* Returns EPIC_ENOTSUP if config has more ranks or tokens than contexts on GPUs support. */
+epic_result p2p_check_config(const epic_config *config);
 /* Returns whether the values in *gpu, which a peer has sent, are in range. */
 bool p2p_gpu_fits(const p2p_gpu *gpu);
 

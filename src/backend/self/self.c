@@ -3,6 +3,7 @@
  * its functions for op headers and rings do nothing. The group stores only its failure, and
  * which op slots (the state of one operation each) are in use. */
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -126,12 +127,14 @@ static uint64_t self_bytes_sent(const epic_group *g)
     return 0;
 }
 
+#define SENTENCE_RANKS "num_ranks is %d: must be 1 in backend self, other backends support more"
+
 static bool self_can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                           char *why)
 {
     (void)peers, (void)config;
     if (num_ranks == 1) return true;
-    strcpy(why, "self supports one rank");
+    snprintf(why, 256, SENTENCE_RANKS, num_ranks);
     return false;
 }
 
@@ -157,11 +160,12 @@ static void self_leave(epic_group *g)
     free(g);
 }
 
-static void self_memory(const epic_config *config, epic_memory_info *out)
+static epic_result self_memory(const epic_config *config, epic_memory_info *out)
 {
-    (void)config;
-    memset(out, 0, sizeof *out);
+    if (config->num_ranks != 1)
+        return epic_fail(EPIC_ENOTSUP, SENTENCE_RANKS, (int)config->num_ranks);
     out->host_bytes = sizeof(epic_group);
+    return EPIC_OK;
 }
 
 static const epic_transport transport = {

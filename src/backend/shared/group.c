@@ -34,14 +34,14 @@ static int64_t local_bytes(const shared_layout *l)
     return (int64_t)(sizeof(epic_group) + (size_t)l->num_slots * slot);
 }
 
-void shared_memory_info(const epic_config *config, epic_memory_info *out)
+epic_result shared_memory_info(const epic_config *config, epic_memory_info *out)
 {
     shared_layout layout;
-    memset(out, 0, sizeof *out);
-    if (shared_layout_of(config, &layout) != EPIC_OK) return;
+    TRY(shared_layout_of(config, &layout));
     out->host_bytes = local_bytes(&layout);
     out->shared_bytes = layout.num_slots * layout.block_bytes + layout.rings_bytes;
     out->staging_bytes = layout.num_slots * layout.staging_bytes;
+    return EPIC_OK;
 }
 
 static void init_exchanges(epic_group *g)

@@ -129,8 +129,9 @@ void shared_group_enter(epic_group *group, char *segment, const seat_set *member
 void shared_group_close(epic_group *group);
 /* Frees the group that shared_group_new() allocated. The segment stays mapped. */
 void shared_group_free(epic_group *group);
-/* Writes to *out how much memory one rank of a group with this config uses. */
-void shared_memory_info(const epic_config *config, epic_memory_info *out);
+/* Implements epic_backend.memory: writes to *out how much memory one rank of a group with this
+ * config uses. Returns EPIC_EINVAL if config->staging_bytes is too small. */
+epic_result shared_memory_info(const epic_config *config, epic_memory_info *out);
 
 /* Each of these functions is described where it is defined. shared_wake_*() are in wake.c. */
 bool shared_match_peer(epic_group *group, shared_exchange *x, int peer);

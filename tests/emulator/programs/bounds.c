@@ -94,11 +94,10 @@ static int make_largest_plan(team_rank *me)
 
 int main(void)
 {
-    const epic_bootstrap bootstrap = {.num_ranks = DEVICE_MAX_RANKS + 1};
-    const epic_config config = {.max_tokens = 1, .max_row_bytes = 16};
-    const epic_join join = {.bootstrap = &bootstrap, .config = &config};
-    epic_group *group;
-    expect_refusal(epic_backend_p2p.join(&group, &join), "at most 32");
+    const epic_config config = {
+        .max_tokens = 1, .max_row_bytes = 16, .num_ranks = DEVICE_MAX_RANKS + 1};
+    epic_memory_info memory = {0};
+    expect_refusal(epic_backend_p2p.memory(&config, &memory), "at most 32");
     const team t = {.num_ranks = 1,
                     .num_gpus = 1,
                     .max_tokens = 1 << 17, /* more than fit into shared memory */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Prints the memory that groups of several sizes need, and tests how it grows with the number
- * of ranks. Also tests that a plan has space for the header of a large group, and that
- * max_top_k limits the memory of backend p2p. */
+ * of ranks. Also tests that a plan has space for the header of a large group, that max_top_k
+ * limits the memory of backend p2p, and that groups which no backend can have get an error. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -67,6 +67,58 @@ static void check_growth(const char *backend)
         bytes[i] = memory_of(backend, 64 * (i + 1), 256, 0).device_bytes;
     CHECK_SAY(llabs(bytes[2] - 2 * bytes[1] + bytes[0]) < 2 * 64 * 64, "%lld bytes",
               (long long)(bytes[2] - 2 * bytes[1] + bytes[0]));
+}
+
+/* Checks the result of epic_memory. `text`: part of the error text; NULL: no error. */
+static void check_limit(const char *backend, uint32_t num_ranks, int64_t max_tokens,
+                        int64_t max_row_bytes, const char *text)
+{
+    epic_memory_info info;
+    const epic_config config = {.max_tokens = max_tokens,
+                                .max_row_bytes = max_row_bytes,
+                                .num_ranks = num_ranks,
+                                .backend = backend};
+    const epic_result result = epic_memory(&config, NULL, &info);
+    CHECK_SAY(text ? result == EPIC_ENOTSUP && strstr(epic_error(NULL), text)
+                   : result == EPIC_OK,
+              "%s with %u ranks: %s", backend, num_ranks, epic_error(NULL));
+}
+
+static void check_limits(void)
+{
+    check_limit("p2p", 257, 64, 64, "num_ranks is 257: must be at most 256 in backend p2p;");
+    check_limit("gpu", 1024, 64, 64, "num_ranks is 1024: must be at most 256 in backend p2p;");
+    check_limit("hosts", 257, 64, 64,
+                "num_ranks is 257: must be at most 256 in backend hosts;");
+    for (int i = 0; i < 2; i++) {
+        const char *backend = i ? "p2p" : "hosts";
+        check_limit(backend, 256, 64, 64, NULL);
+        check_limit(backend, 8, 1 << 20, 64, NULL);
+        check_limit(backend, 8, (1 << 20) + 1, 64,
+                    "config.max_tokens is 1048577: must be at most 1048576 in CUDA contexts;");
+    }
+    check_limit("hosts", 32, 64, (1 << 20) - 16, NULL);
+    check_limit(
+        "hosts", 32, 64, 1 << 20,
+        "config.max_row_bytes is 1048576: must be at most 1048560 in groups of up to 32");
+    check_limit("hosts", 33, 64, 1 << 20, NULL);
+    check_limit("p2p", 32, 64, 1 << 20, NULL);
+    check_limit("hosts", 8, 1 << 20, 8192, "is too large, it must be less than 64 GB; lower");
+    check_limit("p2p", 8, 1 << 20, 8192, NULL);
+}
+
+/* Checks that epic_open returns the error of epic_memory, with the same text. */
+static void check_open(void)
+{
+    epic_context *ctx;
+    const epic_config config = {
+        .max_tokens = 1 << 30, .max_row_bytes = 64, .num_ranks = 1, .backend = "p2p"};
+    check_limit("p2p", 1, 1 << 30, 64, "config.max_tokens is 1073741824: must be");
+    char text[512];
+    snprintf(text, sizeof text, "%s", epic_error(NULL));
+    CHECK(epic_open(&ctx, NULL, &config) == EPIC_ENOTSUP);
+    CHECK_SAY(strstr(epic_error(ctx), text), "no %s in: %s", text, epic_error(ctx));
+    epic_close(ctx);
 }
 
 /* ----------------------------------------------------------------- config.max_top_k ---- */
@@ -147,6 +199,8 @@ int main(void)
     check_growth("p2p");
     check_growth("hosts");
     check_max_top_k();
+    check_limits();
+    check_open();
     print_backend("p2p");
     print_backend("hosts");
     return check_end();

@@ -61,13 +61,17 @@ static void ask_for_regroup(const epic_bootstrap *bootstrap, void *wanted)
     config.num_ranks = (uint32_t)bootstrap->num_ranks;
     config.flags = EPIC_CAN_REGROUP;
     choose_gpu(bootstrap->rank);
+    epic_memory_info memory;
+    const char *too_many = "must be at most 32 in backend p2p with EPIC_CAN_REGROUP; open";
+    CHECK(epic_memory(&config, NULL, &memory) == (is_many ? EPIC_ENOTSUP : EPIC_OK));
+    if (is_many) CHECK_SAY(strstr(epic_error(NULL), too_many), "%s", epic_error(NULL));
     const epic_result result = epic_open(&ctx, bootstrap, &config);
     const bool is_open = is_p2p && !is_many && num_hosts == 1;
     CHECK_SAY(result == (is_open ? EPIC_OK : EPIC_ENOTSUP), "%s", epic_error(ctx));
     if (is_open) CHECK(strcmp(epic_backend_name(ctx), "p2p") == 0);
     if (!is_open)
         CHECK_SAY(strstr(epic_error(ctx),
-                         is_many  ? "must be at most 32 in backend p2p with EPIC_CAN_REGROUP"
+                         is_many  ? too_many
                          : is_p2p ? "config.flags is EPIC_CAN_REGROUP: must be 0 for ranks on "
                                     "several hosts; ranks 0 and"
                                   : "config.flags is EPIC_CAN_REGROUP: must be 0 with backend "
