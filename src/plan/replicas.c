@@ -130,7 +130,7 @@ void planner_deal_capacity(planner *p)
     const int32_t whole = capacity && capacity < INT32_MAX ? (int32_t)capacity : INT32_MAX;
     int32_t *replicas = p->next, *seen = p->begin;
     for (uint32_t e = 0; e < layer->num_experts; e++) p->expert_quota[e] = whole;
-    if (!layer->num_logical || !capacity) return;
+    if (!layer->num_logical || whole == INT32_MAX) return;
     memset(replicas, 0, layer->num_logical * sizeof *replicas);
     memset(seen, 0, layer->num_logical * sizeof *seen);
     for (uint32_t e = 0; e < layer->num_experts; e++)

@@ -164,6 +164,23 @@ static void drops(const epic_bootstrap *bootstrap, void *self)
     close_seat(&s);
 }
 
+/* An expert_capacity that no number of choices reaches drops nothing. */
+static void drops_nothing(const epic_bootstrap *bootstrap, void *self)
+{
+    static const int quota[EXPERTS] = {99, 99, 99, 99, 99, 99, 99};
+    static const uint32_t large[] = {INT32_MAX, (uint32_t)INT32_MAX + 1, UINT32_MAX - 1,
+                                     UINT32_MAX};
+    (void)self;
+    for (size_t i = 0; i < sizeof large / sizeof *large; i++) {
+        seat s = open_seat(bootstrap);
+        s.layer.overflow = EPIC_OVERFLOW_DROP;
+        s.layer.expert_capacity = large[i];
+        CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
+        check_fates(&s, quota);
+        close_seat(&s);
+    }
+}
+
 /* Experts 1, 3 and 6 are replicas of no logical expert, so logical expert 1 is absent. The
  * other choices go to the replicas that are left, as if only these existed. */
 static void absent(const epic_bootstrap *bootstrap, void *self)
@@ -431,6 +448,7 @@ int main(void)
     for (int ranks = 1; ranks <= 4; ranks++) {
         run_threads(ranks, replicas_in_order, NULL);
         run_threads(ranks, drops, NULL);
+        run_threads(ranks, drops_nothing, NULL);
         run_threads(ranks, rank_is_full, NULL);
         run_threads(ranks, absent, NULL);
         run_threads(ranks, sums, NULL);
