@@ -87,9 +87,6 @@ typedef struct epic_peer_status {
 
 /* This rank's memory in a window, as the caller passed it. */
 typedef struct epic_window_memory {
-    /* number of the call that adds this window: 1 for the group's first such call, and so on;
-     * equal on all ranks */
-    uint64_t attempt;
     void *data;    /* NULL: the backend allocates the memory */
     int64_t bytes; /* size of the memory; above 0 */
     int fd;        /* descriptor of the file that is mapped at `data`; -1: none */
@@ -106,11 +103,10 @@ typedef struct epic_window_transport {
      * EPIC_ENOTSUP for every other error. */
     epic_result (*offer)(epic_group *group, epic_window_memory *memory, unsigned char *handle);
 
-    /* Maps the window of `bytes` bytes that `peer` has offered in the same attempt, and sets
-     * *at to the address of the mapping. `handle` and `bytes` come from the peer's op
-     * header. */
-    epic_result (*map)(epic_group *group, int peer, uint64_t attempt,
-                       const unsigned char *handle, int64_t bytes, void **at);
+    /* Maps the window of `bytes` bytes that `peer` has offered in the same call, and sets *at
+     * to the address of the mapping. `handle` and `bytes` come from the peer's op header. */
+    epic_result (*map)(epic_group *group, int peer, const unsigned char *handle, int64_t bytes,
+                       void **at);
 
     /* Releases the mapping at address `at`, which map() has returned. */
     void (*unmap)(epic_group *group, void *at, int64_t bytes);

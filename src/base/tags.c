@@ -49,7 +49,7 @@ static bool grow_table(tag_table *table)
     return true;
 }
 
-static epic_result begin_locked(tag_table *table, uint64_t tag, uint64_t *sequence)
+static epic_result check_locked(const tag_table *table, uint64_t tag)
 {
     if (!table->max_in_flight)
         return epic_fail(EPIC_EINVAL,
@@ -61,12 +61,19 @@ static epic_result begin_locked(tag_table *table, uint64_t tag, uint64_t *sequen
                          "tag %llu: %u operations are in flight on this rank, which is "
                          "max_in_flight; wait for one of them, or open with a larger one",
                          (unsigned long long)tag, table->in_flight);
-    tag_entry *entry = find_entry(table->entries, table->size, tag);
+    const tag_entry *entry = find_entry(table->entries, table->size, tag);
     if (entry->next && entry->is_busy)
         return epic_fail(EPIC_EINVAL,
                          "tag %llu: an operation of this tag is in flight on this rank, so the "
                          "order of the two is undefined; use another tag, or wait for it",
                          (unsigned long long)tag);
+    return EPIC_OK;
+}
+
+static epic_result begin_locked(tag_table *table, uint64_t tag, uint64_t *sequence)
+{
+    TRY(check_locked(table, tag));
+    tag_entry *entry = find_entry(table->entries, table->size, tag);
     if (!entry->next) {
         if (table->used * 2 >= table->size && !grow_table(table))
             return epic_fail(EPIC_ENOMEM, "no memory for tag %llu after %zu others",
@@ -85,6 +92,14 @@ epic_result tags_begin(tag_table *table, uint64_t tag, uint64_t *sequence)
 {
     pthread_mutex_lock(&table->mutex);
     const epic_result result = begin_locked(table, tag, sequence);
+    pthread_mutex_unlock(&table->mutex);
+    return result;
+}
+
+epic_result tags_check(tag_table *table, uint64_t tag)
+{
+    pthread_mutex_lock(&table->mutex);
+    const epic_result result = check_locked(table, tag);
     pthread_mutex_unlock(&table->mutex);
     return result;
 }

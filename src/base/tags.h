@@ -43,6 +43,9 @@ void tags_close(tag_table *table);
  * max_in_flight operations are in flight), EPIC_ENOMEM. */
 epic_result tags_begin(tag_table *table, uint64_t tag, uint64_t *sequence);
 
+/* Returns the error that tags_begin() would now return for the tag, except EPIC_ENOMEM. */
+epic_result tags_check(tag_table *table, uint64_t tag);
+
 /* Ends the operation of the tag that is in flight, and begins the next operation of the tag, in
  * one step. Returns the sequence number of the new operation. */
 uint64_t tags_continue(tag_table *table, uint64_t tag);

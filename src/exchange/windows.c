@@ -34,7 +34,6 @@ typedef struct window {
 
 struct window_table {
     pthread_mutex_t mutex; /* held by the thread that adds a window */
-    uint64_t attempts;     /* number of calls that tried to add a window; guarded by mutex */
     _Atomic int num;
     window windows[MAX_WINDOWS];
 };
@@ -99,11 +98,10 @@ static epic_result allocate_private(epic_window_memory *memory)
  * passed no memory, new memory. If the transport has windows, also offers this memory to the
  * peers, and writes to `handle` the handle with which the peers map it. */
 static epic_result window_get_memory(epic_context *ctx, window *w, const epic_window_args *args,
-                                     uint64_t attempt, unsigned char *handle)
+                                     unsigned char *handle)
 {
     const epic_window_transport *t = window_transport(ctx);
-    epic_window_memory memory = {.attempt = attempt,
-                                 .data = args->data,
+    epic_window_memory memory = {.data = args->data,
                                  .bytes = args->bytes,
                                  .fd = args->fd > 0 ? args->fd : -1,
                                  .fd_offset = args->fd_offset};
@@ -122,13 +120,13 @@ static epic_result window_get_memory(epic_context *ctx, window *w, const epic_wi
     return EPIC_OK;
 }
 
-static epic_result window_map_peers(epic_context *ctx, window *w, exchange *x, uint64_t attempt)
+static epic_result window_map_peers(epic_context *ctx, window *w, exchange *x)
 {
     const epic_window_transport *t = window_transport(ctx);
     for (int r = 0; r < ctx->num_ranks && t; r++) {
         w->bytes_of[r] = exchange_local_field(x, r, LOCAL_ROWS);
         if (r == ctx->rank || w->bytes_of[r] <= 0) continue;
-        TRY(t->map(ctx->group, r, attempt, x->headers[r]->bytes, w->bytes_of[r], &w->at[r]));
+        TRY(t->map(ctx->group, r, x->headers[r]->bytes, w->bytes_of[r], &w->at[r]));
     }
     return EPIC_OK;
 }
@@ -156,15 +154,12 @@ static epic_result window_exchange_memory(epic_context *ctx, struct window_table
 {
     epic_op_header header = {0};
     exchange *x;
-    const epic_result got = window_get_memory(ctx, w, args, table->attempts, header.bytes);
+    const epic_result got = window_get_memory(ctx, w, args, header.bytes);
     window_fill_header(&header, table, args, got);
     const epic_result result =
         exchange_open(&x, ctx, EPIC_OP_WINDOW, &args->call, &header, (uint64_t)args->bytes);
-    if (!x && !atomic_load(&ctx->broken))
-        /* the call has no effect on any rank, and the caller may repeat it */
-        table->attempts--;
     if (!x) return result;
-    if (result == EPIC_OK) *mapped = window_map_peers(ctx, w, x, table->attempts);
+    if (result == EPIC_OK) *mapped = window_map_peers(ctx, w, x);
     return exchange_close(x, result);
 }
 
@@ -191,7 +186,8 @@ static epic_result windows_add_locked(epic_context *ctx, struct window_table *ta
                          number);
     window *w = &table->windows[number];
     epic_result mapped = EPIC_OK;
-    table->attempts++;
+    /* window_get_memory() sends messages that only a call reads that all ranks make */
+    TRY(tags_check(&ctx->tags, args->call.tag));
     epic_result result = window_exchange_memory(ctx, table, w, args, &mapped);
     if (result != EPIC_OK) {
         window_release(ctx, w, true);

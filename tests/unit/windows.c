@@ -3,6 +3,7 @@
  * calls that add windows, and the reuse of a window in many steps. The conformance suite
  * compares all results with the oracle. */
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -454,6 +455,53 @@ static void least_staging(const char *name)
     CHECK_EQ(full.staging_bytes, least.staging_bytes);
 }
 
+static void *plan_in_thread(void *fixture_of_rank)
+{
+    make_plan(fixture_of_rank, 5, 0);
+    return NULL;
+}
+
+/* While an operation of tag 5 is in flight, rank 0 often tries to add a window with this tag.
+ * These calls fail and must leave nothing behind: afterwards all ranks add a window, whose
+ * memory must be that of the last call. */
+static void refused_calls(const epic_bootstrap *bootstrap, void *self)
+{
+    static _Thread_local float tokens[TOKENS * HIDDEN];
+    const epic_window_args args = {.call = {.tag = 5}, .bytes = SPACE};
+    epic_window_info window = {0};
+    fixture f;
+    pthread_t thread;
+    float one = 1;
+    const epic_allreduce_sum_args sum = {.call = {.tag = 7}, .data = &one, .count = 1};
+    (void)self;
+    begin(&f, bootstrap, (epic_layer){.num_experts = EXPERTS, .top_k = 1});
+    if (f.rank == 0) {
+        CHECK(pthread_create(&thread, NULL, plan_in_thread, &f) == 0);
+        while (tags_check(&f.ctx->tags, 5) == EPIC_OK) run_nap_us(100);
+        for (int i = 0; i < 500; i++)
+            refused(f.ctx, epic_window_alloc(f.ctx, &args, &window), EPIC_EINVAL,
+                    "an operation of this tag is in flight");
+    }
+    CHECK(epic_allreduce_sum(f.ctx, &sum) == EPIC_OK); /* the peers begin tag 5 after it */
+    if (f.rank == 0)
+        pthread_join(thread, NULL);
+    else
+        make_plan(&f, 5, 0);
+    CHECK_SAY(epic_window_alloc(f.ctx, &args, &window) == EPIC_OK, "alloc: %s",
+              epic_error(f.ctx));
+    for (int64_t i = 0; i < TOKENS * HIDDEN; i++)
+        tokens[i] = value(f.rank, i / HIDDEN, i % HIDDEN, 0);
+    const epic_dispatch_args a = {.call = {.tag = 5},
+                                  .layer = &f.layer,
+                                  .plan = f.plan,
+                                  .plan_bytes = f.plan_bytes,
+                                  .tokens = {tokens, TOKENS, ROW},
+                                  .recv = {window.data, f.slots, ROW}};
+    CHECK(epic_dispatch(f.ctx, &a) == EPIC_OK);
+    check_step(&f, window.data, 0);
+    end(&f);
+}
+
 static void run(run_body *body)
 {
     if (strcmp(backend, "shm") == 0)
@@ -464,9 +512,9 @@ static void run(run_body *body)
 
 int main(void)
 {
-    static run_body *const bodies[] = {nothing_is_staged, many_steps, wrong_arguments,
-                                       too_many,          no_memory,  register_memory,
-                                       missing_rank};
+    static run_body *const bodies[] = {nothing_is_staged, many_steps,   wrong_arguments,
+                                       too_many,          no_memory,    register_memory,
+                                       missing_rank,      refused_calls};
     check_begin();
     run_alarm(SECONDS);
     for (int b = 0; b < 2; b++) {

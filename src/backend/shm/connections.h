@@ -26,6 +26,7 @@ typedef struct shm_connections {
     /* the watcher of this rank (watch.h); NULL: this rank has no watcher */
     struct shm_watch *watch;
     struct shm_generations *generations; /* the state for epic_regroup */
+    uint64_t num_offers; /* number of windows that this rank has offered to its peers */
 } shm_connections;
 
 /* Allocates the tables of *connections. After an error, connections_close() frees what was

@@ -3,8 +3,8 @@
  *
  * A rank sends the descriptor of its memory to every peer before it announces its op header. So
  * when a peer has received the op header, the message with the descriptor has arrived too. A
- * failed call may leave messages unread. Every message contains the number of its call
- * (`attempt`), so that the next call can skip messages of earlier calls. */
+ * failed call may leave messages unread. So a rank numbers its messages, and its op header
+ * contains the number of the message for this window. The peer skips older messages. */
 #include "backend/shm/windows.h"
 
 #include <errno.h>
@@ -26,7 +26,7 @@
  * descriptor the rank has sent. */
 typedef struct shm_handle {
     int64_t fd_offset;
-    int64_t reserved;
+    uint64_t number; /* number of the message with the descriptor */
 } shm_handle;
 
 _Static_assert(sizeof(shm_handle) == WINDOW_HANDLE_BYTES, "shm_handle");
@@ -116,16 +116,15 @@ static epic_result check_memory(const epic_window_memory *memory)
                      memory->fd, (long long)memory->fd_offset);
 }
 
-/* Sends the descriptor `fd` and the number of the call (`attempt`) to all peers. Ignores a peer
- * that has closed its connection, because the later wait for the peer's op header returns the
- * error. */
-static epic_result send_to_all(epic_group *g, uint64_t attempt, int fd)
+/* Sends the descriptor `fd` and the number of the message to all peers. Ignores a peer that has
+ * closed its connection, because the later wait for the peer's op header returns the error. */
+static epic_result send_to_all(epic_group *g, uint64_t number, int fd)
 {
     const shm_connections *c = g->backend_data;
     for (int r = 0; r < g->num_ranks; r++) {
         if (r == g->rank || !seat_set_has(&g->members, r)) continue;
-        if (shm_send_message(c->sockets[r], &attempt, sizeof attempt, fd) ==
-                (ssize_t)sizeof attempt ||
+        if (shm_send_message(c->sockets[r], &number, sizeof number, fd) ==
+                (ssize_t)sizeof number ||
             errno == EPIPE || errno == ECONNRESET)
             continue;
         return shm_fail_with_errno("sending the descriptor of a window");
@@ -138,10 +137,11 @@ static epic_result send_to_all(epic_group *g, uint64_t attempt, int fd)
 static epic_result shm_offer(epic_group *g, epic_window_memory *memory, unsigned char *handle)
 {
     const bool allocates = memory->data == NULL;
-    const shm_handle mine = {.fd_offset = memory->fd_offset};
+    shm_connections *c = g->backend_data;
+    const shm_handle mine = {.fd_offset = memory->fd_offset, .number = ++c->num_offers};
     int fd = memory->fd;
     epic_result result = allocates ? create_memory(memory, &fd) : check_memory(memory);
-    if (result == EPIC_OK) result = send_to_all(g, memory->attempt, fd);
+    if (result == EPIC_OK) result = send_to_all(g, mine.number, fd);
     if (allocates && result != EPIC_OK && memory->data)
         munmap(memory->data, (size_t)memory->bytes);
     /* The mapping, and the messages with the descriptor that are in flight, keep the memory
@@ -151,31 +151,31 @@ static epic_result shm_offer(epic_group *g, epic_window_memory *memory, unsigned
     return result;
 }
 
-/* Receives the descriptor that the peer has sent in this attempt. Skips messages that the peer
- * sent before the descriptor: descriptors of other attempts, and messages of epic_regroup. Does
+/* Receives the descriptor that the peer has sent in message `wanted`. Skips messages that the
+ * peer sent before it: descriptors of earlier calls, and messages of epic_regroup. Does
  * not read messages that the peer sent after the descriptor, because the peer may have called
  * epic_regroup already. Returns -1 if the descriptor has not arrived, and HANDSHAKE_NO_ROOM if
  * this process has too many open files to receive it. */
-static int receive_descriptor(epic_group *g, int peer, uint64_t attempt)
+static int receive_descriptor(epic_group *g, int peer, uint64_t wanted)
 {
     const shm_connections *c = g->backend_data;
     for (;;) {
         uint64_t number = 0;
         int fd = -1;
         const ssize_t got = shm_receive_any(c->sockets[peer], &number, sizeof number, &fd);
-        if (got == (ssize_t)sizeof number && number == attempt) return fd;
+        if (got == (ssize_t)sizeof number && number == wanted) return fd;
         if (fd >= 0) close(fd);
         if (got <= 0) return -1;
     }
 }
 
 /* Implements epic_window_transport.map: maps the memory that a peer offers for a window. */
-static epic_result shm_map(epic_group *g, int peer, uint64_t attempt,
-                           const unsigned char *handle, int64_t bytes, void **at)
+static epic_result shm_map(epic_group *g, int peer, const unsigned char *handle, int64_t bytes,
+                           void **at)
 {
     shm_handle theirs;
     memcpy(&theirs, handle, sizeof theirs);
-    const int fd = receive_descriptor(g, peer, attempt);
+    const int fd = receive_descriptor(g, peer, theirs.number);
     if (fd == HANDSHAKE_NO_ROOM)
         return epic_fail(EPIC_EDEVICE,
                          "the window of rank %d cannot be received: this process has too many "

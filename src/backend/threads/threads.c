@@ -287,10 +287,10 @@ static epic_result threads_offer(epic_group *group, epic_window_memory *memory,
     return EPIC_OK;
 }
 
-static epic_result threads_map(epic_group *group, int peer, uint64_t attempt,
-                               const unsigned char *handle, int64_t bytes, void **at)
+static epic_result threads_map(epic_group *group, int peer, const unsigned char *handle,
+                               int64_t bytes, void **at)
 {
-    (void)group, (void)peer, (void)attempt, (void)bytes;
+    (void)group, (void)peer, (void)bytes;
     memcpy(at, handle, sizeof *at);
     return EPIC_OK;
 }
