@@ -149,7 +149,7 @@ static void open_deceived(epic_bootstrap *bootstrap, const trial *t)
     const epic_result result = epic_open(&ctx, deceived ? &lies : bootstrap, &config);
     CHECK_SAY(!t->deceived || run_now_ns() - start < MOST_NS, "open took %lld ms",
               (long long)(run_now_ns() - start) / 1000000);
-    CHECK_SAY(result >= EPIC_OK && result <= EPIC_ECLOSED, "result %d", (int)result);
+    CHECK_SAY(result >= EPIC_OK && result <= EPIC_EEVICTED, "result %d", (int)result);
     if (result != EPIC_OK) epic_bootstrap_close(bootstrap);
     if (result == EPIC_OK)
         use(ctx, t->deceived == 0);
