@@ -596,6 +596,20 @@ def test_autocast(world: Any) -> None:
     world.run(autocast)
 
 
+def test_autocast_of_a_shared_expert() -> None:
+    """Check that autocast does not change the shared expert of a layer with a token mask."""
+    options = epic.torch.Moe.of(
+        num_experts=4, top_k=2, hidden=64, inner=64, shared=epic.torch.Experts(1, 64, 64)
+    )
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(8, dtype=torch.bool)
+    with epic.torch.Group(num_ranks=1, max_tokens=8, max_row_bytes=256) as group:
+        layer = epic.torch.MoE(group, options)
+        out = layer(x, mask)[0]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(layer(x, mask)[0], out)
+
+
 def test_profiler_shows_names() -> None:
     """Check that the profiler shows each operator by name; one process needs no process group."""
     sizes = {**SIZES, "num_ranks": 1}

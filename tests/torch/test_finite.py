@@ -130,6 +130,28 @@ def test_what_is_found(world: Any, case: Case, composed: bool) -> None:
     assert answers[0][1] == (layer, *named, None if where else 5)
 
 
+def test_a_replayed_expert() -> None:
+    """Check that the error names the replayed expert, not the one that the router would choose."""
+    options = epic.torch.Moe.of(num_experts=4, top_k=1, hidden=8, inner=8)
+    x = torch.ones(1, 8)
+    with epic.torch.Group(num_ranks=1, max_tokens=4, max_row_bytes=64) as group:
+        layer = epic.torch.MoE(group, options)
+        with torch.no_grad():
+            usual = int((x @ layer.w_gate).argmax())
+            layer.w_down[(usual + 1) % 4] = torch.inf
+        ids = torch.tensor([[(usual + 1) % 4]])
+        with (
+            pytest.raises(epic.torch.EpicNonFiniteError) as caught,
+            epic.torch.replay_routing(layer, {"": ids}),
+            epic.torch.check_finite(layer),
+        ):
+            layer(x)
+        assert caught.value.expert == ids.item()
+        with epic.torch.check_finite(layer):
+            out, _, routing = layer(x, forced=torch.tensor([[usual]]), return_routing=True)
+        assert out.isfinite().all() and routing[0].item() == usual
+
+
 def finite(rank: int) -> None:
     """Check that a finite model computes the same bits in this mode, whatever the padding
     contains."""

@@ -211,6 +211,24 @@ def test_state_changes_nothing() -> None:
         assert not any(key.endswith("_extra_state") for key in state["model"])
 
 
+@pytest.mark.parametrize("kind", ["NAdam", "Rprop", "ASGD", "Adagrad"])
+def test_saving_before_the_first_step(kind: str) -> None:
+    """Check that training is the same if a new optimizer's state has been read, also if fields do
+    not begin at zero."""
+
+    def train(reads: bool) -> torch.Tensor:
+        weight = nn.Parameter(torch.arange(4.0))
+        optimizer = getattr(torch.optim, kind)([weight], lr=0.01)
+        if reads:
+            epic.torch.training_state.fill_missing_state(optimizer)
+        for step in range(3):
+            weight.grad = weight.detach() - step
+            optimizer.step()
+        return weight.detach()
+
+    assert torch.equal(train(True), train(False))
+
+
 def test_what_is_refused() -> None:
     """Check that a model without a layer, and parameters of another model, are refused."""
     with epic.torch.Group(num_ranks=1, **SIZES) as group:

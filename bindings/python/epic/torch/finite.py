@@ -32,7 +32,7 @@ from epic.torch import combining, steps
 from epic.torch.experts import ExpertWeights
 from epic.torch.module import MoE
 from epic.torch.moe import EXPERT_WEIGHTS, MoeWeights, logits_of, run_experts, run_shared_expert
-from epic.torch.router import route
+from epic.torch.routing import Routing
 from epic.torch.sums import sum as sum_over_ranks
 
 
@@ -61,8 +61,7 @@ def check_finite(model: nn.Module) -> Iterator[None]:
     adds a small all-reduce to each layer, and the host waits for the device. Do not use it
     under torch.compile.
 
-    All ranks must enter and leave the context at the same place of the program. Call the layers as
-    layer(x) or layer(x, token_mask).
+    All ranks must enter and leave the context at the same place of the program.
 
     Args:
         model: A model with `MoE` layers, or a `MoE`; also a model whose blocks `replace_moe` has
@@ -117,18 +116,19 @@ def checked(name: str, layer: MoE, forward: Callable[..., Any]) -> Callable[...,
         forward: The layer's own forward.
     """
 
-    def checked_forward(x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def checked_forward(x: Tensor, token_mask: Tensor | None = None, **more: Any) -> Any:
         # The gradient of a view comes from this layer only, even if other modules use x too.
         entry = x.view_as(x) if x.requires_grad else x
-        out, loss = forward(entry, token_mask)
-        call = Call(name, layer, x, token_mask)
+        found = forward(entry, token_mask, **{**more, "return_routing": True})
+        out, _, routing = found
+        call = Call(name, layer, x, token_mask, routing)
         with torch.no_grad():
             call.check_forward(out)
         if out.requires_grad:
             out.register_hook(call.check_d_output)
         if entry.requires_grad:
             entry.register_hook(call.check_d_input)
-        return out, loss
+        return found if more.get("return_routing") else found[:2]
 
     return checked_forward
 
@@ -158,10 +158,13 @@ class Call:
         layer: The layer.
         x: The input [..., hidden] of the forward.
         mask: The token mask [...] of the forward, or None.
+        routing: The experts that the forward used, for example those of replay_routing.
     """
 
-    def __init__(self, name: str, layer: MoE, x: Tensor, mask: Tensor | None) -> None:
-        self.name, self.layer = name, layer
+    def __init__(
+        self, name: str, layer: MoE, x: Tensor, mask: Tensor | None, routing: Routing
+    ) -> None:
+        self.name, self.layer, self.routing = name, layer, routing
         self.mask = None if mask is None else mask.reshape(-1)
         rows = x.detach().reshape(-1, x.shape[-1])
         self.rows = rows if self.mask is None else torch.where(self.mask[:, None], rows, 0)
@@ -254,8 +257,9 @@ class Call:
         """
         layer = self.layer
         router = layer.options.router
-        logits = logits_of(self.rows, self.weights)
-        chosen, probabilities = route(router, logits, bias=self.weights.bias, group=layer.group)
+        assert self.routing.weights is not None  # a layer returns ids and weights
+        chosen = self.routing.topk_idx.reshape(-1, router.top_k)
+        probabilities = self.routing.weights.reshape(-1, router.top_k)
         # Zero-experts compute nothing, so leave out their ids, which follow those of the experts.
         chosen = torch.where(chosen < router.num_experts, chosen, -1)
         if self.mask is not None:

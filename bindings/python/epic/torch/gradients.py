@@ -254,14 +254,14 @@ class GradScaler(torch.amp.GradScaler):
         checks it with torch 2.9 and 2.15.
 
         Returns:
-            For each device a float32 tensor with one element: how many devices of all ranks found
-            an overflow.
+            For each device a float32 tensor with one element: 1 if any rank found an overflow, else
+            0. Fused optimizers skip a step only if it is exactly 1.
         """
         found = super()._unscale_grads_(*args, **kwargs)
         some = torch.zeros(1, device=self.group.device)
         for value in found.values():
             some += value.to(some.device)
-        some = sum_over_ranks(self.group, some)
+        some = sum_over_ranks(self.group, some).clamp(max=1)
         for value in found.values():
             value.copy_(some.reshape(value.shape))
         # A rank without gradients found nothing, but must skip the step with the others.

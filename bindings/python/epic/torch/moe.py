@@ -696,7 +696,8 @@ def run_composed(
         zero_weight = torch.where(zero, w, 0).sum(dim=1, keepdim=True)
         out = (out + x * zero_weight).to(x.dtype)
     if options.shared is not None:
-        out = out + run_shared_expert(options, x, weights)
+        with torch.autocast(x.device.type, enabled=False):
+            out = out + run_shared_expert(options, x, weights)
         if mask is not None:  # with biases the shared expert does not return zeros for zeros
             out = torch.where(mask[:, None], out, 0)
     load, logical = plan.counted("load"), None

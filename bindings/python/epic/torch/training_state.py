@@ -271,9 +271,12 @@ def fill_missing_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
     for parameter, gradient in gradients:
         parameter.grad = gradient
-    for parameter in every:
-        for value in optimizer.state[parameter].values():
-            local = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor
-            # The 8-bit tensors of torchao have no zero_, but they are already zero.
-            if type(local) is Tensor:
-                local.zero_()
+    for group in optimizer.param_groups:
+        # The fields of NAdam, ASGD and Rprop that do not begin with zeros.
+        first = {"mu_product": 1.0, "mu": 1.0, "eta": group["lr"], "step_size": group["lr"]}
+        for parameter in group["params"]:
+            for field, value in optimizer.state[parameter].items():
+                local = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor
+                # The 8-bit tensors of torchao have no fill_, but they are already zero.
+                if type(local) is Tensor:
+                    local.fill_(first.get(field, 0.0))
