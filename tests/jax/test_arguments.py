@@ -419,6 +419,22 @@ def test_what_the_guide_promises_while_tracing(opened: Any) -> None:
         epic.jax.close(group)
 
 
+def test_integers_that_int32_cannot_represent(opened: Any) -> None:
+    """Check that 2^32 + 1 is refused, and does not become id 1."""
+    group, wide = opened(None), (1 << 32) + 1
+    z, owners = jnp.zeros((1, E)), np.zeros(E, np.int64)
+    ids, table = np.array([[wide, 3]]), np.array([[0, 1], [2, 3]])
+    owners[3] = wide
+    for call, text in (
+        (lambda: epic.jax.plan(group, LAYER, ids).load, "token 0, k 0 has expert"),
+        (lambda: epic.jax.route(ROUTER, z, forced=ids), "forced ids of token 0, k 0"),
+        (lambda: epic.jax.route(ROUTER, z, token_ids=np.array([wide]), table=table), "token 0"),
+        (lambda: epic.jax.plan(group, LAYER, whole(1, K), rank_of_expert=owners).load, "rank_of_"),
+    ):
+        with pytest.raises((epic.jax.EpicArgumentError, jax.errors.JaxRuntimeError), match=text):
+            jax.block_until_ready(call())
+
+
 def test_what_is_traced_is_no_number(opened: Any) -> None:
     """Traced sizes are refused."""
     group = opened(None)

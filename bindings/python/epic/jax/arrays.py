@@ -70,6 +70,22 @@ def dtype_of(array: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
 
 
+def saturated(numpy: Any, value: Any, dtype: Any) -> Any:
+    """Return integers in another dtype; those that it cannot represent become its nearest number.
+
+    So an id that is too large does not turn into a valid id. numpy: the module numpy or jax.numpy.
+    """
+    given, kept = np.iinfo(value.dtype), np.iinfo(dtype)
+    least, most = max(given.min, kept.min), min(given.max, kept.max)
+    return numpy.clip(value, least, most).astype(dtype)
+
+
+def as_int32(value: Any) -> Any:
+    """Return integers as int32 array of JAX, as saturated() does."""
+    value = jnp.asarray(value)
+    return value if value.dtype == jnp.int32 else saturated(jnp, value, jnp.int32)
+
+
 def check_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) -> Any:
     """Return the value after checking that it is an array of one of the dtypes and shapes.
 
@@ -86,6 +102,8 @@ def check_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) ->
         if not isinstance(value, jax.Array | np.ndarray | np.generic):
             value = jnp.asarray(value)
         dtype = dtype_of(value)
+        if dtype != value.dtype and dtype.kind in "iu":  # without x64
+            value = saturated(np, value, dtype)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         if isinstance(error, jax.errors.JAXTypeError):
             raise  # the error of JAX explains that a tracer was used outside of its function

@@ -21,6 +21,7 @@ from epic.jax.arrays import (
     MATRICES,
     as_array,
     as_array_or_none,
+    as_int32,
     check_array,
     check_kind,
     dtype_of,
@@ -337,8 +338,8 @@ def apply_to_slabs(
     weights = as_expert_weights(weights)
     local = [("experts", options.num_local_experts)]
     counts = (
-        as_array("expert_rows", counts[0], INTEGERS, local).astype(jnp.int32),
-        as_array("expert_tokens", counts[1], INTEGERS, local).astype(jnp.int32),
+        as_int32(as_array("expert_rows", counts[0], INTEGERS, local)),
+        as_int32(as_array("expert_tokens", counts[1], INTEGERS, local)),
     )
     if (slot_weights is not None) != (options.weighting != "late"):
         raise EpicArgumentError(

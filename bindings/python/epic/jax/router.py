@@ -21,6 +21,7 @@ from epic.jax.arrays import (
     INTEGERS,
     as_array,
     as_array_or_none,
+    as_int32,
     check_kind,
 )
 from epic.jax.call import ArraySpec, call_handler, cast_all_varying, spec_of, zero_gradient
@@ -63,9 +64,9 @@ def as_ids(token_ids: Any, table: Any, top_k: int, dims: tuple[int, ...]) -> tup
     flat = ("num_tokens", math.prod(dims))
     shapes = [[flat]] if len(dims) == 1 else [list(dims), [flat]]
     ids = as_array("token_ids", token_ids, INTEGERS, *shapes).reshape(flat[1])
-    ids = ids if ids.dtype.name in INDICES else ids.astype(jnp.int32)
+    ids = ids if ids.dtype.name in INDICES else as_int32(ids)
     table = as_array("table", table, INTEGERS, ("rows", ("top_k", top_k)))
-    return ids, table.astype(jnp.int32)
+    return ids, as_int32(table)
 
 
 def refuse_both(token_ids: Any, forced: Any) -> None:
@@ -77,9 +78,7 @@ def refuse_both(token_ids: Any, forced: Any) -> None:
 def as_forced_ids(router: Router, ids: Any, dims: tuple[int, ...]) -> Any:
     """Return forced ids as [num_tokens, top_k] int32; dims: the dimensions of the tokens."""
     found = as_array("forced ids", ids, INTEGERS, [*dims, ("top_k", router.top_k)])
-    if found.dtype.itemsize > 4 or found.dtype.name == "uint32":
-        found = jnp.clip(found, max(jnp.iinfo(found.dtype).min, -1), (1 << 31) - 1)
-    return found.reshape(math.prod(dims), router.top_k).astype(jnp.int32)
+    return as_int32(found).reshape(math.prod(dims), router.top_k)
 
 
 def as_bias(router: Router, bias: Any) -> Any:
@@ -435,4 +434,4 @@ def bias_update(bias: Any, load: Any, rate: float) -> Any:
         rate = check_rate("rate", rate)
     mean, rest = jnp.divmod(load.sum(), load.shape[0])
     above = jnp.sign(mean - load) + jnp.where((load == mean) & (rest > 0), 1, 0)
-    return bias + rate * above.astype(bias.dtype)
+    return (bias + rate * above.astype(bias.dtype)).astype(bias.dtype)

@@ -27,6 +27,7 @@ from epic.jax.arrays import (
     Dimension,
     as_array,
     as_array_or_none,
+    as_int32,
     check_kind,
     show_shape,
 )
@@ -272,13 +273,13 @@ def num_slots(group: Group, layer: Layer, capacity: Any) -> int:
     return check_int("capacity", capacity, 1, MOST_SLOTS)
 
 
-def max_experts_per_rank(table: Any) -> int:
+def max_experts_per_rank(group: Group, table: Any) -> int:
     """Return the largest number of experts of a rank in a table that is not traced.
 
-    Negative entries do not count here; the core reports them as errors.
+    Invalid ranks do not count here; the core reports them as errors.
     """
     ranks = np.asarray(table)
-    return int(np.bincount(ranks[ranks >= 0], minlength=1).max())
+    return int(np.bincount(ranks[(ranks >= 0) & (ranks < group.num_ranks)], minlength=1).max())
 
 
 def max_local_experts(group: Group, layer: Layer, rank_of_expert: Any, given: int | None) -> int:
@@ -299,7 +300,7 @@ def max_local_experts(group: Group, layer: Layer, rank_of_expert: Any, given: in
     if rank_of_expert is None:
         least = most = group.local_experts(layer)
     elif not isinstance(rank_of_expert, jax.core.Tracer):
-        least = max_experts_per_rank(rank_of_expert)
+        least = max_experts_per_rank(group, rank_of_expert)
     elif not given:
         raise EpicArgumentError(
             "num_local_experts is None: must be given if rank_of_expert is traced"
@@ -313,9 +314,9 @@ def max_local_experts(group: Group, layer: Layer, rank_of_expert: Any, given: in
     return count
 
 
-def check_table(name: str, layer: Layer, table: Any) -> None:
-    """Raise an error for a table that does not have one integer for each expert."""
-    as_array_or_none(name, table, INTEGERS, [("num_experts", layer.num_experts)])
+def check_table(name: str, layer: Layer, table: Any) -> Any:
+    """Return a table as an array, or None, after checking its dtype and length."""
+    return as_array_or_none(name, table, INTEGERS, [("num_experts", layer.num_experts)])
 
 
 def expert_tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list[Any]:
@@ -329,9 +330,11 @@ def expert_tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list
             f"{layer.num_logical}: must be given if num_logical is above 0, and None if it is 0"
         )
     owners = placement.owner_table(group, layer, owners)
-    check_table("rank_of_expert", layer, owners)
-    check_table("logical_of_expert", layer, logical)
-    return [None if t is None else jnp.asarray(t, jnp.int32) for t in (owners, logical)]
+    found = [
+        check_table("rank_of_expert", layer, owners),
+        check_table("logical_of_expert", layer, logical),
+    ]
+    return [None if t is None else as_int32(t) for t in found]
 
 
 def plan_results(spec: PlanSpec, has_table: bool, local: int) -> list[ArraySpec | None]:

@@ -283,4 +283,7 @@ def as_int32(name: str, x: Tensor) -> Tensor:
         return x.contiguous()
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise EpicArgumentError(f"{name} is {x.dtype}: must be an integer type")
-    return x.long().clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32).contiguous()
+    wide = x.long()
+    if x.dtype == torch.uint64:  # numbers from 2^63 on have become negative
+        wide = torch.where(wide < 0, 1 << 31, wide)
+    return wide.clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32).contiguous()
