@@ -186,7 +186,8 @@ static epic_result windows_add_locked(epic_context *ctx, struct window_table *ta
                          number);
     window *w = &table->windows[number];
     epic_result mapped = EPIC_OK;
-    /* window_get_memory() sends messages that only a call reads that all ranks make */
+    /* Checked before window_get_memory(), because the peers read the messages that it sends only
+     * if all ranks make this call. */
     TRY(tags_check(&ctx->tags, args->call.tag));
     epic_result result = window_exchange_memory(ctx, table, w, args, &mapped);
     if (result != EPIC_OK) {

@@ -69,7 +69,8 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
                                      most_planned_tokens(g, alone, max_lowlat_tokens),
                                      &job->layer, alone)
             : 0;
-    /* backend hosts cannot make mixed plans (lowlat/plan.cuh), so every call of the group must fit */
+    /* Backend `hosts` has no mixed plans (lowlat/plan.cuh). So all ranks must use the same kind of
+     * kernel, also if one of them has max_tokens tokens. */
     if (HOSTS && job->max_lowlat_tokens < g->config.max_tokens) job->max_lowlat_tokens = 0;
     job->is_lowlat = job->max_lowlat_tokens > 0 && job->num_tokens <= job->max_lowlat_tokens;
     if (job->is_lowlat) job->planners = 1;
