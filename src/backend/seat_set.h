@@ -25,6 +25,14 @@ static inline void seat_set_add(seat_set *s, int seat)
     s->words[seat / 64] |= UINT64_C(1) << (seat % 64);
 }
 
+/* Returns a set with only one seat. */
+static inline seat_set seat_set_of(int seat)
+{
+    seat_set s = {0};
+    seat_set_add(&s, seat);
+    return s;
+}
+
 static inline void seat_set_unite(seat_set *s, const seat_set *other)
 {
     for (int w = 0; w < SEAT_SET_WORDS; w++) s->words[w] |= other->words[w];

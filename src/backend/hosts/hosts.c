@@ -483,15 +483,25 @@ static void free_group(epic_group *g)
     p2p_group_free(g);
 }
 
-/* Implements p2p_hooks.write: writes bytes to offset `at` of a peer's inbox, and returns when
- * the bytes are sent. Does nothing if the peer is dead. `peer` may be this rank. */
-static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
+static void copy_to_gpu(const epic_group *g, uint8_t *to, const void *bytes, size_t count)
 {
-    if (p2p_is_dead(g, peer)) return;
-    uint8_t *to = peer == g->rank ? g->self.net->inbox : g->hosts->outbox_on_gpu;
-    (void)cudaMemcpyAsync(to + at, bytes, count, cudaMemcpyDefault, g->side);
+    (void)cudaMemcpyAsync(to, bytes, count, cudaMemcpyDefault, g->side);
     (void)cudaStreamSynchronize(g->side);
-    if (peer != g->rank) hosts_proxy_send(g->hosts->proxy, peer, (uint64_t)at, (uint32_t)count);
+}
+
+/* Implements p2p_hooks.write: writes bytes to offset `at` of the inboxes of ranks that are not
+ * dead, and returns when the bytes are sent. */
+static void write_to_ranks(epic_group *g, const seat_set *ranks, int64_t at, const void *bytes,
+                           size_t count)
+{
+    seat_set peers = {0};
+    if (seat_set_has(ranks, g->rank)) copy_to_gpu(g, g->self.net->inbox + at, bytes, count);
+    for (int q = 0; q < g->num_ranks; q++)
+        if (q != g->rank && seat_set_has(ranks, q) && !p2p_is_dead(g, q))
+            seat_set_add(&peers, q);
+    if (seat_set_count(&peers) == 0) return;
+    copy_to_gpu(g, g->hosts->outbox_on_gpu + at, bytes, count);
+    hosts_proxy_send(g->hosts->proxy, &peers, (uint64_t)at, (uint32_t)count);
 }
 
 static void wake_proxy(const epic_group *g)
@@ -499,7 +509,7 @@ static void wake_proxy(const epic_group *g)
     hosts_proxy_wake(g->hosts->proxy);
 }
 
-static const p2p_hooks hooks = {.write = write_to_peer, .wake = wake_proxy};
+static const p2p_hooks hooks = {.write = write_to_ranks, .wake = wake_proxy};
 
 static epic_group *new_group(const epic_join *join)
 {
@@ -548,13 +558,14 @@ static bool are_all_gone(epic_group *g)
  * rank's memory until then. Frees the memory last. */
 static void hosts_leave(epic_group *g)
 {
+    seat_set ranks = {0};
     int device = -1;
     (void)cudaGetDevice(&device);
     (void)cudaSetDevice(g->device);
     if (g->ranks_here == 1) (void)cudaDeviceSynchronize();
+    seat_set_add_all(&ranks, g->num_ranks);
     *g->word = P2P_GONE((uint64_t)p2p_epoch(g));
-    for (int q = 0; q < g->num_ranks; q++)
-        write_to_peer(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
+    write_to_ranks(g, &ranks, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
     deadline end = deadline_begin_ms(g->config.timeout_ms);
     while (!are_all_gone(g) && !deadline_before_nap(&end, LEAVE_NAP_NS))
         nanosleep(&(struct timespec){.tv_nsec = LEAVE_NAP_NS}, NULL);

@@ -77,8 +77,8 @@ typedef struct state_word {
 
 enum { MESSAGE_IDLE, MESSAGE_REQUESTED, MESSAGE_POSTED };
 
-/* The message of one call of hosts_proxy_send(), with the arguments `at` and `bytes` of that
- * call. `posted` is the index of the put that sends the message. */
+/* The message of one call of hosts_proxy_send() to one host, with the arguments `at` and `bytes`
+ * of that call. `posted` is the index of the put that sends the message. */
 typedef struct message {
     uint64_t at, posted;
     uint32_t bytes;
@@ -452,29 +452,46 @@ static bool is_idle(const message *m)
     return __atomic_load_n(&m->state, __ATOMIC_ACQUIRE) == MESSAGE_IDLE;
 }
 
-/* Waits until a message has been sent or withdrawn, at most MESSAGE_TIMEOUT_MS. */
-static void wait_for_message(message *m)
+static bool are_idle(const hosts_proxy *p, const seat_set *hosts)
 {
-    for (int i = 0; i < MESSAGE_TIMEOUT_MS * 10 && !is_idle(m); i++) nap_us(100);
+    for (int h = 0; h < p->setup.num_hosts; h++)
+        if (seat_set_has(hosts, h) && !is_idle(&p->messages[h])) return false;
+    return true;
 }
 
-void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
+/* Waits until the messages to all `hosts` are sent, at most MESSAGE_TIMEOUT_MS. */
+static void wait_for_messages(const hosts_proxy *p, const seat_set *hosts)
 {
-    /* each host has its own message, so a host that does not receive delays no other host */
-    message *m = &p->messages[host];
-    pthread_mutex_lock(&p->mutex);
-    wait_for_message(m);
-    if (is_idle(m)) {
-        m->at = at;
-        m->bytes = bytes;
-        __atomic_store_n(&m->state, MESSAGE_REQUESTED, __ATOMIC_RELEASE);
-        hosts_proxy_wake(p);
-        wait_for_message(m);
-    }
-    /* after the timeout: withdraw the message if it is not posted yet */
+    for (int i = 0; i < MESSAGE_TIMEOUT_MS * 10 && !are_idle(p, hosts); i++) nap_us(100);
+}
+
+static void request_message(message *m, uint64_t at, uint32_t bytes)
+{
+    if (!is_idle(m)) return;
+    m->at = at;
+    m->bytes = bytes;
+    __atomic_store_n(&m->state, MESSAGE_REQUESTED, __ATOMIC_RELEASE);
+}
+
+/* Withdraws a message that is not posted yet. */
+static void withdraw_message(message *m)
+{
     int asked = MESSAGE_REQUESTED;
     __atomic_compare_exchange_n(&m->state, &asked, MESSAGE_IDLE, false, __ATOMIC_ACQ_REL,
                                 __ATOMIC_RELAXED);
+}
+
+void hosts_proxy_send(hosts_proxy *p, const seat_set *hosts, uint64_t at, uint32_t bytes)
+{
+    /* each host has its own message, so a host that does not receive delays no other host */
+    pthread_mutex_lock(&p->mutex);
+    wait_for_messages(p, hosts);
+    for (int h = 0; h < p->setup.num_hosts; h++)
+        if (seat_set_has(hosts, h)) request_message(&p->messages[h], at, bytes);
+    hosts_proxy_wake(p);
+    wait_for_messages(p, hosts);
+    for (int h = 0; h < p->setup.num_hosts; h++)
+        if (seat_set_has(hosts, h)) withdraw_message(&p->messages[h]);
     pthread_mutex_unlock(&p->mutex);
 }
 

@@ -10,6 +10,7 @@
 
 #include "backend/backend.h"
 #include "backend/p2p/beats.h"
+#include "backend/seat_set.h"
 #include "cuda/common/cuda_kernels.h"
 #include "net/liveness.h"
 #include "net/net.h"
@@ -34,11 +35,11 @@ typedef struct hosts_proxy_setup {
  * EPIC_ENOMEM, or EPIC_EDEVICE if the thread cannot be started. */
 epic_result hosts_proxy_open(hosts_proxy **out, const hosts_proxy_setup *setup);
 
-/* Sends `bytes` bytes from offset `at` of the outbox to the same offset of a host's inbox,
- * after all earlier puts to this host are done. Returns when the bytes are sent, or after at
- * most twice MESSAGE_TIMEOUT_MS (proxy.c). Any thread may call this function. Concurrent calls
- * run one after the other. */
-void hosts_proxy_send(hosts_proxy *proxy, int host, uint64_t at, uint32_t bytes);
+/* Sends `bytes` bytes from offset `at` of the outbox to the same offset of the inboxes of other
+ * hosts: to all at the same time, and to each host after all earlier puts to it are done.
+ * Returns when the bytes are sent, or after at most twice MESSAGE_TIMEOUT_MS (proxy.c). Any
+ * thread may call this function. Concurrent calls run one after the other. */
+void hosts_proxy_send(hosts_proxy *proxy, const seat_set *hosts, uint64_t at, uint32_t bytes);
 
 /* Wakes the proxy thread. Called when an operation starts, by any thread. */
 void hosts_proxy_wake(hosts_proxy *proxy);

@@ -299,10 +299,11 @@ void p2p_abort(epic_group *group, uint64_t tag, const char *why)
     const uint32_t me = (uint32_t)group->rank;
     *group->word = P2P_BROKEN(EPIC_EPEER, 0, me, 0, p2p_culprit_word(group->rank)) |
                    P2P_BROKEN_IN(group->generation);
-    for (int q = 0; q < group->num_ranks; q++) {
-        if (p2p_is_vacant(group, q)) continue;
-        group->hooks->write(group, q, group->self.at.abort_text, sentence, sizeof sentence);
-        group->hooks->write(group, q, group->self.at.broken, group->word, sizeof *group->word);
-    }
+    seat_set members = {0};
+    for (int q = 0; q < group->num_ranks; q++)
+        if (!p2p_is_vacant(group, q)) seat_set_add(&members, q);
+    group->hooks->write(group, &members, group->self.at.abort_text, sentence, sizeof sentence);
+    group->hooks->write(group, &members, group->self.at.broken, group->word,
+                        sizeof *group->word);
     (void)cudaGetLastError();
 }

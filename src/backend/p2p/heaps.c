@@ -192,3 +192,12 @@ bool p2p_has_released(const epic_group *g, int peer)
     return p2p_same(g->peers[peer].process, g->peers[g->rank].process) &&
            p2p_heap_find(g->self.group_id, peer) != g->self.heap[peer];
 }
+
+seat_set p2p_ranks_with_heaps(const epic_group *g)
+{
+    seat_set ranks = {0};
+    for (int q = 0; q < g->num_ranks; q++)
+        if (!p2p_is_vacant(g, q) && !p2p_is_dead(g, q) && !p2p_has_released(g, q))
+            seat_set_add(&ranks, q);
+    return ranks;
+}

@@ -130,11 +130,15 @@ static epic_result connect_peers(epic_group *g, const join_handle *handles)
     return p2p_watch_open(g, alive_fds);
 }
 
-/* Implements p2p_hooks.write. A copy engine of the GPU copies the bytes, so the copy makes
+/* Implements p2p_hooks.write. A copy engine of the GPU copies the bytes, so the copies make
  * progress while kernels occupy all SMs. */
-static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
+static void write_to_ranks(epic_group *g, const seat_set *ranks, int64_t at, const void *bytes,
+                           size_t count)
 {
-    (void)cudaMemcpyAsync(g->self.heap[peer] + at, bytes, count, cudaMemcpyDefault, g->side);
+    for (int q = 0; q < g->num_ranks; q++)
+        if (seat_set_has(ranks, q))
+            (void)cudaMemcpyAsync(g->self.heap[q] + at, bytes, count, cudaMemcpyDefault,
+                                  g->side);
     (void)cudaStreamSynchronize(g->side);
 }
 
@@ -145,7 +149,7 @@ static void skip_wake(const epic_group *g)
     (void)g;
 }
 
-static const p2p_hooks hooks = {.write = write_to_peer, .wake = skip_wake};
+static const p2p_hooks hooks = {.write = write_to_ranks, .wake = skip_wake};
 
 /* Frees a group that this rank leaves or has failed to join. */
 static void release_group(epic_group *g)
@@ -211,10 +215,9 @@ static bool all_gone(epic_group *g)
  * heap. */
 static void announce_close(epic_group *g)
 {
+    const seat_set ranks = p2p_ranks_with_heaps(g);
     *g->word = P2P_GONE((uint64_t)p2p_epoch(g));
-    for (int q = 0; q < g->num_ranks; q++)
-        if (!p2p_is_vacant(g, q) && !p2p_is_dead(g, q) && !p2p_has_released(g, q))
-            write_to_peer(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
+    write_to_ranks(g, &ranks, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
 }
 
 /* Implements epic_backend.leave. Announces to all peers that this rank closes. Waits until

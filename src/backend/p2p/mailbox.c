@@ -50,11 +50,13 @@ epic_result p2p_mailbox_clear(epic_group *g)
 void p2p_mailbox_send(epic_group *g, int to, const void *message, size_t bytes)
 {
     mailbox_message m = {.number = g->mailbox.sent[to] + 1};
+    const seat_set ranks = seat_set_of(to);
     if (p2p_is_vacant(g, to) || p2p_is_dead(g, to) || p2p_has_released(g, to)) return;
     memcpy(m.bytes, message, bytes);
     g->mailbox.sent[to]++;
-    g->hooks->write(g, to, message_at(g, g->rank, m.number), &m, sizeof m);
-    g->hooks->write(g, to, words_at(g, g->rank) + (int64_t)offsetof(p2p_mailbox_words, sent),
+    g->hooks->write(g, &ranks, message_at(g, g->rank, m.number), &m, sizeof m);
+    g->hooks->write(g, &ranks,
+                    words_at(g, g->rank) + (int64_t)offsetof(p2p_mailbox_words, sent),
                     &m.number, sizeof m.number);
 }
 
@@ -152,13 +154,11 @@ epic_result p2p_mailbox_wait_members(epic_group *g)
 {
     const uint64_t entered = g->generation;
     deadline end = deadline_begin_ms(g->config.timeout_ms);
+    const seat_set ranks = p2p_ranks_with_heaps(g);
     bool is_gone;
-    for (int q = 0; q < g->num_ranks; q++)
-        if (q != g->rank && !p2p_is_vacant(g, q) && !p2p_is_dead(g, q) &&
-            !p2p_has_released(g, q))
-            g->hooks->write(
-                g, q, words_at(g, g->rank) + (int64_t)offsetof(p2p_mailbox_words, entered),
-                &entered, sizeof entered);
+    g->hooks->write(g, &ranks,
+                    words_at(g, g->rank) + (int64_t)offsetof(p2p_mailbox_words, entered),
+                    &entered, sizeof entered);
     for (;;) {
         if (!poll_words(g)) return p2p_cuda(cudaGetLastError(), "waiting for the members");
         const int missing = find_missing(g, &is_gone);

@@ -20,9 +20,10 @@
  * because this rank does not access the heap any more. */
 static void release_seat(epic_group *g, int seat)
 {
+    const seat_set ranks = seat_set_of(seat);
     *g->word = P2P_RELEASED;
     if (!p2p_is_dead(g, seat) && !p2p_has_released(g, seat))
-        g->hooks->write(g, seat, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
+        g->hooks->write(g, &ranks, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
     p2p_heap_unmap(g, seat);
 }
 
@@ -42,8 +43,9 @@ static void release_others(epic_group *g, const seat_set *members)
 static void write_group_words(epic_group *g)
 {
     const uint32_t words[2] = {g->generation, g->vacant};
+    const seat_set self = seat_set_of(g->rank);
     const int64_t at = g->self.at.broken + (int64_t)offsetof(p2p_group_words, generation);
-    g->hooks->write(g, g->rank, at, words, sizeof words);
+    g->hooks->write(g, &self, at, words, sizeof words);
 }
 
 void p2p_set_members(epic_group *g, const seat_set *members)

@@ -31,10 +31,11 @@ typedef struct p2p_gpu { /* data about a rank's GPU; the rank sends it to all ra
 
 /* Functions that differ between the backends `p2p` and `hosts`. */
 typedef struct p2p_hooks {
-    /* Writes `count` bytes at offset `at` into the heap of rank `peer` or, in the backend
-     * `hosts`, into its inbox. `peer` may be the calling rank itself. Returns when the bytes
-     * have arrived, or when they can no longer arrive. */
-    void (*write)(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
+    /* Writes `count` bytes at offset `at` into the heaps of the ranks in `ranks` or, in the
+     * backend `hosts`, into their inboxes. `ranks` may contain the calling rank itself. Returns
+     * when the bytes have arrived at all ranks that they can still reach. */
+    void (*write)(epic_group *group, const seat_set *ranks, int64_t at, const void *bytes,
+                  size_t count);
 
     /* Called before an operation is launched. The backend `hosts` wakes its proxy thread. */
     void (*wake)(const epic_group *group);
@@ -234,6 +235,9 @@ static inline bool p2p_is_dead(const epic_group *group, int peer)
 {
     return __atomic_load_n(&group->status->dead[peer / 32], __ATOMIC_ACQUIRE) >> peer % 32 & 1;
 }
+
+/* Returns the ranks that have a heap: the members that have not died or freed it. */
+seat_set p2p_ranks_with_heaps(const epic_group *group);
 
 /* Sets the bit of a dead peer in status->dead. Running kernels read these bits. */
 static inline void p2p_mark_dead(p2p_status *status, int peer)

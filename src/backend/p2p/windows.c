@@ -124,13 +124,13 @@ static epic_result exchange_messages(epic_group *g, struct p2p_windows *w,
 {
     const uint64_t sequence = ++w->sequence;
     const size_t body = offsetof(p2p_window_message, sequence);
+    const int64_t at = message_at(g, sequence, g->rank);
     deadline end = deadline_begin_ms(timeout_ms);
+    seat_set ranks = {0};
+    seat_set_add_all(&ranks, g->num_ranks);
     mine->sequence = sequence;
-    for (int q = 0; q < g->num_ranks; q++) {
-        const int64_t at = message_at(g, sequence, g->rank);
-        g->hooks->write(g, q, at, mine, body);
-        g->hooks->write(g, q, at + (int64_t)body, &mine->sequence, sizeof mine->sequence);
-    }
+    g->hooks->write(g, &ranks, at, mine, body);
+    g->hooks->write(g, &ranks, at + (int64_t)body, &mine->sequence, sizeof mine->sequence);
     for (;;) {
         TRY(p2p_check_group(g));
         TRY(read_messages(g, sequence, all));

@@ -1,15 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests the proxy thread of a rank whose net accepts nothing for one host: rows and messages
- * for the other hosts continue. */
+/* Tests the proxy thread of a rank whose net accepts nothing for one host, or never sends its
+ * messages: rows and messages for the other hosts continue. Also tests that one call sends
+ * messages to all hosts at the same time. */
 #include "backend/hosts/proxy.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
 
-enum { OWN, FULL, OTHER, NUM_HOSTS, PIECES = 4, WORDS = 64 };
+#include "base/clock.h"
+
+/* The net to host FULL is blocked at times. The net to SILENT and to the hosts after it never
+ * sends a put. */
+enum { OWN, FULL, OTHER, SILENT, NUM_HOSTS = SILENT + 8, PIECES = 4, WORDS = 64 };
 
 #define LONGEST_MS 20000 /* much longer than any part takes */
+/* longer than the time limit of one message to a host, shorter than that of three messages */
+#define LONGEST_SEND_MS 5000
 
 static bool is_full = true;        /* Is the net to host FULL blocked? It is at first. */
 static uint64_t most = UINT64_MAX; /* number of puts to FULL that the net may read */
@@ -38,6 +45,7 @@ static int net_look(net *w)
 static bool net_done(const net *w, int host, uint64_t count)
 {
     (void)w;
+    if (host >= SILENT) return count == 0;
     return host != FULL || count <= __atomic_load_n(&most, __ATOMIC_ACQUIRE);
 }
 
@@ -94,13 +102,21 @@ static void test_rows(const hosts_proxy_setup *s)
         fail_test("a piece was not put exactly once");
 }
 
-/* Sends a message to a host that never reads it. */
+/* Sends messages to hosts that never read them, and to one that does. */
 static void test_messages(const hosts_proxy_setup *s, hosts_proxy *r)
 {
+    seat_set all = {0}, other = seat_set_of(OTHER);
     __atomic_store_n(&most, PIECES, __ATOMIC_RELEASE);
-    for (int h = FULL; h <= OTHER; h++) hosts_proxy_send(r, h, (uint64_t)s->at.abort_text, 8);
+    for (int h = FULL; h < NUM_HOSTS; h++) seat_set_add(&all, h);
+    const int64_t begin = clock_us();
+    hosts_proxy_send(r, &all, (uint64_t)s->at.abort_text, 8);
+    if (clock_us() - begin > LONGEST_SEND_MS * 1000)
+        fail_test("a call waits for one host after the other");
     if (__atomic_load_n(&given[OTHER], __ATOMIC_ACQUIRE) != PIECES + 1)
         fail_test("a message waits for a message to another host");
+    hosts_proxy_send(r, &other, (uint64_t)s->at.abort_text, 8);
+    if (__atomic_load_n(&given[OTHER], __ATOMIC_ACQUIRE) != PIECES + 2)
+        fail_test("a second message was not sent");
 }
 
 int main(void)
