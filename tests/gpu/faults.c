@@ -2,7 +2,10 @@
 /* Tests faults on a CUDA backend. Each must become an error that names the right rank, in time,
  * and leave CUDA usable. The next round opens a new group.
  *
- *   gpu_faults RANKS GPUS threads|processes ROUNDS [DEADLINE in ms [SMS of a rank]] */
+ *   gpu_faults RANKS GPUS threads|processes ROUNDS [DEADLINE in ms [SMS of a rank [FIRST]]]
+ *
+ * FIRST is the number of the first round, 0 by default. It determines the faults and their
+ * ranks, so several processes can run different rounds at the same time. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -189,7 +192,8 @@ int main(int argc, char **argv)
     int failed = 0;
     if (argc > 5) deadline_ms = atoi(argv[5]);
     const uint32_t sms = argc > 6 ? (uint32_t)atoi(argv[6]) : 8;
-    for (int i = 0; i < rounds && !failed; i++) {
+    const int first = argc > 7 ? atoi(argv[7]) : 0;
+    for (int i = first; i < first + rounds && !failed; i++) {
         fault = (enum fault)(i % NUM_FAULTS);
         culprit = i * 3 % ranks;
         apart = i / NUM_FAULTS % 2;
