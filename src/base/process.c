@@ -37,15 +37,17 @@ bool process_may_create_file(int64_t bytes)
 static _Atomic uint32_t generation;
 static pthread_once_t register_once = PTHREAD_ONCE_INIT;
 static bool is_counting;
+process_list process_groups = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 
-static void count_fork(void)
+static void begin_child(void)
 {
+    process_groups = (process_list){.mutex = PTHREAD_MUTEX_INITIALIZER};
     atomic_fetch_add_explicit(&generation, 1, memory_order_relaxed);
 }
 
 static void register_fork_handler(void)
 {
-    is_counting = pthread_atfork(NULL, NULL, count_fork) == 0;
+    is_counting = pthread_atfork(NULL, NULL, begin_child) == 0;
 }
 
 bool process_count_forks(void)

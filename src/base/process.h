@@ -2,6 +2,7 @@
 #ifndef EPIC_PROCESS_H
 #define EPIC_PROCESS_H
 
+#include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -25,5 +26,16 @@ bool process_count_forks(void);
 /* Returns how many forks lead from the process that first called process_count_forks() to this
  * process. A context compares the value with the value at open to detect a forked child. */
 uint32_t process_generation(void);
+
+/* The groups of the backend `threads` in this process, and the mutex that guards them. After
+ * process_count_forks() has returned true, a forked child begins with an empty list and an
+ * unlocked mutex. Otherwise a child could wait forever for the mutex, because another thread of
+ * the parent may hold it at the fork. */
+typedef struct process_list {
+    pthread_mutex_t mutex;
+    struct thread_group *first;
+} process_list;
+
+extern process_list process_groups;
 
 #endif

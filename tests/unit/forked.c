@@ -2,7 +2,11 @@
 /* Tests a process that forks while it has a context. In the child every call is refused.
  * Closing the context there changes nothing for the parent and its peers. */
 #include <fcntl.h>
+#include <pthread.h>
+#include <semaphore.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -75,6 +79,66 @@ static void ranks(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
+/* ----------------------------------------------- a thread that is in epic_close ---- */
+
+static _Thread_local bool stays_in_munmap;
+static sem_t entered, may_return;
+
+/* Replaces the function of the C library, to keep a thread inside epic_close, which holds the
+ * lock of backend threads when it unmaps the memory of a group. */
+int munmap(void *at, size_t bytes)
+{
+    if (stays_in_munmap) {
+        stays_in_munmap = false;
+        sem_post(&entered);
+        sem_wait(&may_return);
+    }
+    return (int)syscall(SYS_munmap, at, bytes);
+}
+
+static epic_context *open_threads(void)
+{
+    const epic_bootstrap alone = {.num_ranks = 1};
+    const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
+                                .max_row_bytes = STEP_MAX_ROW_BYTES,
+                                .backend = "threads"};
+    epic_context *ctx = NULL;
+    const bool is_open = epic_open(&ctx, &alone, &config) == EPIC_OK;
+    CHECK_SAY(is_open, "%s", epic_error(ctx));
+    return ctx;
+}
+
+static void *close_slowly(void *ctx)
+{
+    stays_in_munmap = true;
+    epic_close(ctx);
+    return NULL;
+}
+
+/* Forks while another thread is inside epic_close. The child does not have this thread. It can
+ * still close the context of its parent, and open and close one of its own. */
+static void fork_during_close(void)
+{
+    pthread_t thread;
+    int status = -1;
+    epic_context *ctx = open_threads();
+    sem_init(&entered, 0, 0);
+    sem_init(&may_return, 0, 0);
+    if (!CHECK(pthread_create(&thread, NULL, close_slowly, open_threads()) == 0)) return;
+    sem_wait(&entered);
+    const pid_t child = run_fork();
+    if (child == 0) {
+        run_alarm(20);
+        epic_close(ctx);
+        epic_close(open_threads());
+        _exit(0);
+    }
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    sem_post(&may_return);
+    pthread_join(thread, NULL);
+    epic_close(ctx);
+}
+
 int main(void)
 {
     static char shm[] = "shm", threads[] = "threads";
@@ -83,5 +147,6 @@ int main(void)
     run_processes(1, ranks, NULL, 30);
     run_processes(3, ranks, shm, 60);
     run_threads(2, ranks, threads);
+    fork_during_close();
     return check_end();
 }

@@ -20,9 +20,10 @@ typedef struct queue {
 } queue;
 
 struct mailbox {
+    int num_users; /* the callers hold a lock (mailbox.h) */
+    int num_seats;
     pthread_mutex_t mutex; /* guards everything below */
     pthread_cond_t changed;
-    int num_users, num_seats;
     queue queues[];
 };
 
@@ -44,17 +45,12 @@ mailbox *mailbox_new(int num_seats)
 
 void mailbox_retain(mailbox *m)
 {
-    pthread_mutex_lock(&m->mutex);
     m->num_users++;
-    pthread_mutex_unlock(&m->mutex);
 }
 
 void mailbox_release(mailbox *m)
 {
-    pthread_mutex_lock(&m->mutex);
-    const bool is_last = --m->num_users == 0;
-    pthread_mutex_unlock(&m->mutex);
-    if (!is_last) return;
+    if (--m->num_users > 0) return;
     for (int s = 0; s < m->num_seats; s++)
         for (message_node *node = m->queues[s].first, *next; node; node = next) {
             next = node->next;
@@ -113,15 +109,12 @@ bool mailbox_receive(mailbox *m, int seat, int *from, void *message, size_t byte
 void mailbox_mark_gone(mailbox *m, int seat)
 {
     pthread_mutex_lock(&m->mutex);
-    m->queues[seat].is_gone = true;
+    __atomic_store_n(&m->queues[seat].is_gone, true, __ATOMIC_RELEASE);
     pthread_cond_broadcast(&m->changed);
     pthread_mutex_unlock(&m->mutex);
 }
 
 bool mailbox_is_gone(mailbox *m, int seat)
 {
-    pthread_mutex_lock(&m->mutex);
-    const bool is_gone = m->queues[seat].is_gone;
-    pthread_mutex_unlock(&m->mutex);
-    return is_gone;
+    return __atomic_load_n(&m->queues[seat].is_gone, __ATOMIC_ACQUIRE);
 }

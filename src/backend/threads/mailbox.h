@@ -12,7 +12,8 @@ typedef struct mailbox mailbox;
 
 /* Creates a mailbox with a reference count of 1. Returns NULL if out of memory. */
 mailbox *mailbox_new(int num_seats);
-/* Add and remove a reference. The last release frees the mailbox. */
+/* Add and remove a reference. The last release frees the mailbox. The callers hold a lock,
+ * because these functions take none. */
 void mailbox_retain(mailbox *m);
 void mailbox_release(mailbox *m);
 

@@ -3,9 +3,9 @@
  *
  * The first rank that joins maps the segment (the memory that all ranks access,
  * backend/shared), and the last rank that leaves unmaps it. A rank finds its group by the
- * group's id in a global list of this process. Ranks do not send the segment's address through
- * the bootstrap, because another program that can connect to the bootstrap could send a false
- * address. */
+ * group's id in process_groups, a global list of this process. Ranks do not send the segment's
+ * address through the bootstrap, because another program that can connect to the bootstrap
+ * could send a false address. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -16,6 +16,7 @@
 #include "backend/shared/shared.h"
 #include "backend/threads/mailbox.h"
 #include "base/error.h"
+#include "base/process.h"
 
 /* One generation of a group of this process: the group between two changes of its members. It
  * exists from the join of its first rank to the leave of its last rank. */
@@ -30,9 +31,6 @@ typedef struct thread_group {
     /* [rank]: true if the rank has ever joined; a second join of a rank is an error */
     bool seen[EPIC_MAX_RANKS];
 } thread_group;
-
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the list and its groups */
-static thread_group *thread_groups;
 
 /* Implements epic_backend.can_join: all ranks must be threads of one process that use the same
  * copy of the library. */
@@ -88,17 +86,17 @@ static thread_group *new_thread_group(const shared_layout *layout, uint64_t grou
         return NULL;
     }
     shared_segment_init(segment, layout, group_id);
-    *h = (thread_group){.next = thread_groups,
+    *h = (thread_group){.next = process_groups.first,
                         .group_id = group_id,
                         .layout = *layout,
                         .segment = segment,
                         .mail = mail};
-    return thread_groups = h;
+    return process_groups.first = h;
 }
 
 static thread_group *find_thread_group(uint64_t group_id)
 {
-    thread_group *h = thread_groups;
+    thread_group *h = process_groups.first;
     while (h && h->group_id != group_id) h = h->next;
     return h;
 }
@@ -126,9 +124,9 @@ static epic_result join_locked(thread_group **out, const shared_layout *layout,
 static epic_result join_thread_group(thread_group **out, const shared_layout *layout,
                                      uint64_t group_id, int rank, mailbox *mail)
 {
-    pthread_mutex_lock(&mutex);
+    pthread_mutex_lock(&process_groups.mutex);
     const epic_result result = join_locked(out, layout, group_id, rank, mail);
-    pthread_mutex_unlock(&mutex);
+    pthread_mutex_unlock(&process_groups.mutex);
     return result;
 }
 
@@ -136,16 +134,16 @@ static epic_result join_thread_group(thread_group **out, const shared_layout *la
  * The last rank unmaps the segment. */
 static void leave_thread_group(thread_group *h)
 {
-    pthread_mutex_lock(&mutex);
+    pthread_mutex_lock(&process_groups.mutex);
     if (--h->num_joined == 0) {
-        thread_group **link = &thread_groups;
+        thread_group **link = &process_groups.first;
         while (*link != h) link = &(*link)->next;
         *link = h->next;
         munmap(h->segment, (size_t)h->layout.segment_bytes);
         mailbox_release(h->mail);
         free(h);
     }
-    pthread_mutex_unlock(&mutex);
+    pthread_mutex_unlock(&process_groups.mutex);
 }
 
 /* Gathers the results of joining from all ranks. `entered` is the result of this rank. If it is
@@ -165,9 +163,9 @@ static epic_result gather_results(const epic_join *join, epic_result entered)
  * reported ranks that do not exist. */
 static epic_result check_all_joined(const thread_group *h)
 {
-    pthread_mutex_lock(&mutex);
+    pthread_mutex_lock(&process_groups.mutex);
     const int num_seen = h->num_seen;
-    pthread_mutex_unlock(&mutex);
+    pthread_mutex_unlock(&process_groups.mutex);
     if (num_seen == h->layout.num_ranks) return EPIC_OK;
     return epic_fail(EPIC_EPEER,
                      "threads: %d of the %d ranks are in this process: the bootstrap "
@@ -209,6 +207,15 @@ static epic_result threads_join(epic_group **out, const epic_join *join)
     return EPIC_OK;
 }
 
+/* Called in a forked child: frees this rank's view of the group. Takes no lock, because a
+ * thread that does not exist in the child may have held it at the fork. The segment stays
+ * mapped until the child exits, because other contexts of the child may point to it. */
+static void threads_forget(epic_group *group)
+{
+    free(group->backend_data);
+    shared_group_free(group);
+}
+
 static void threads_leave(epic_group *group)
 {
     thread_seat *seat = group->backend_data;
@@ -221,10 +228,10 @@ static void threads_leave(epic_group *group)
         shared_group_close(group);
         leave_thread_group(seat->prepared);
     }
-    mailbox_mark_gone(seat->current->mail, group->rank);
-    shared_group_free(group);
-    leave_thread_group(seat->current);
-    free(seat);
+    thread_group *current = seat->current;
+    mailbox_mark_gone(current->mail, group->rank);
+    threads_forget(group);
+    leave_thread_group(current);
 }
 
 static void threads_send(epic_group *group, int to, const void *message, size_t bytes,
@@ -316,8 +323,7 @@ const epic_backend epic_backend_threads = {
     .can_join = can_join,
     .join = threads_join,
     .leave = threads_leave,
-    /* `forget` in a forked child only changes the child's own copy of the memory */
-    .forget = threads_leave,
+    .forget = threads_forget,
     .memory = shared_memory_info,
     .transport = &transport,
 };
