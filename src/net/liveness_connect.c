@@ -60,6 +60,7 @@ typedef struct connect_state {
     /* number of connections accepted so far; incoming[next_incoming % MAX_INCOMING] is the
      * oldest connection */
     int next_incoming;
+    int error; /* EMFILE or ENFILE if the system has refused a descriptor; 0: it has not */
 } connect_state;
 
 static epic_result fail_with_errno(const char *what)
@@ -147,6 +148,13 @@ static void adopt_connection(connect_state *o, connection *t, int host)
     t->fd = -1;
 }
 
+/* Stores errno if the system has refused a descriptor for `fd`. Ignores other errors, because
+ * other addresses and later connections may work. */
+static void record_error(connect_state *o, int fd)
+{
+    if (fd < 0 && (errno == EMFILE || errno == ENFILE)) o->error = errno;
+}
+
 static void try_next_address(connect_state *o, int host, int64_t now)
 {
     connection *t = &o->outgoing[host];
@@ -156,6 +164,7 @@ static void try_next_address(connect_state *o, int host, int64_t now)
     if (handle.num_addresses == 0) return;
     t->fd = liveness_begin_connect(
         &handle.addresses[(uint32_t)(t->next - 1) % handle.num_addresses], handle.port);
+    record_error(o, t->fd);
     if (t->fd >= 0) t->until_ms = now + ADDRESS_TRY_MS;
 }
 
@@ -184,6 +193,7 @@ static void advance_outgoing(connect_state *o, int host, short events, int64_t n
 static void accept_connection(connect_state *o)
 {
     const int fd = accept4(o->connections->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    record_error(o, fd);
     if (fd < 0) return;
     connection *t = &o->incoming[o->next_incoming++ % MAX_INCOMING];
     liveness_close_socket(&t->fd);
@@ -225,25 +235,36 @@ static bool must_connect(const net_liveness *l, int host)
     return host < l->setup.host && !l->setup.is_local[host] && l->sockets[host] < 0;
 }
 
+/* Adds a connection to the sockets to poll if it is open. There are no entries for closed
+ * sockets, because poll() fails if there are more entries than the limit on open files. */
+static struct pollfd *add_poll(struct pollfd *p, const connection *t, short events)
+{
+    if (t->fd < 0) return p;
+    *p = (struct pollfd){.fd = t->fd, .events = events};
+    return p + 1;
+}
+
 static epic_result poll_once(connect_state *o)
 {
     net_liveness *l = o->connections;
     struct pollfd polls[1 + NET_MAX_HOSTS + MAX_INCOMING], *p = polls;
     *p++ = (struct pollfd){.fd = l->listener, .events = POLLIN};
-    for (int h = 0; h < NET_MAX_HOSTS; h++)
-        *p++ = (struct pollfd){.fd = o->outgoing[h].fd,
-                               .events = o->outgoing[h].has_sent ? POLLIN : POLLOUT};
-    for (int g = 0; g < MAX_INCOMING; g++)
-        *p++ = (struct pollfd){.fd = o->incoming[g].fd, .events = POLLIN};
+    for (int h = 0; h < l->setup.num_hosts; h++)
+        p = add_poll(p, &o->outgoing[h], o->outgoing[h].has_sent ? POLLIN : POLLOUT);
+    for (int g = 0; g < MAX_INCOMING; g++) p = add_poll(p, &o->incoming[g], POLLIN);
     if (poll(polls, (nfds_t)(p - polls), POLL_MS) < 0 && errno != EINTR)
         return fail_with_errno("poll");
     const int64_t now = epic_bootstrap_now_ms();
-    for (int h = 0; h < l->setup.num_hosts; h++)
-        if (must_connect(l, h)) advance_outgoing(o, h, polls[1 + h].revents, now);
+    p = polls + 1;
+    for (int h = 0; h < l->setup.num_hosts; h++) {
+        const short events = o->outgoing[h].fd >= 0 ? (p++)->revents : 0;
+        if (must_connect(l, h)) advance_outgoing(o, h, events, now);
+    }
     for (int g = 0; g < MAX_INCOMING; g++)
-        if (polls[1 + NET_MAX_HOSTS + g].revents) advance_incoming(o, &o->incoming[g]);
+        if (o->incoming[g].fd >= 0 && (p++)->revents) advance_incoming(o, &o->incoming[g]);
     if (polls[0].revents) accept_connection(o);
-    return EPIC_OK;
+    errno = o->error;
+    return o->error ? fail_with_errno("a socket") : EPIC_OK;
 }
 
 /* Returns EPIC_ETIMEOUT with an error text that lists the ranks in `which`. */

@@ -10,6 +10,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -189,6 +190,40 @@ static void be_bothered(const epic_bootstrap *bootstrap, void *self)
     for (int i = 0; i < STRANGERS; i++) liveness_close_socket(&fds[i]);
 }
 
+/* ------------------------------------------------------------------ few descriptors ---- */
+
+typedef struct few {
+    int poor; /* the rank with a limit on descriptors */
+    int more; /* how many descriptors it can still open after listening */
+} few;
+
+/* Limits a rank to the descriptors that it has and `more`. A few are enough to connect. With
+ * none, the error of the rank names the limit. */
+static void connect_with_few(const epic_bootstrap *bootstrap, void *self)
+{
+    const few *f = self;
+    net_liveness_setup setup = suite_liveness_setup(bootstrap, NULL);
+    setup.timeout_ms = 2000;
+    unsigned char mine[NET_LIVENESS_HANDLE_BYTES] = {0}, handles[2 * NET_LIVENESS_HANDLE_BYTES];
+    net_liveness *l = NULL;
+    if (!CHECK(net_liveness_listen(&l, &setup, mine) == EPIC_OK)) return;
+    CHECK(bootstrap->gather(bootstrap->self, mine, handles, sizeof mine) == EPIC_OK);
+    if (bootstrap->rank == f->poor) {
+        const int next = dup(0);
+        close(next);
+        const struct rlimit limit = {(rlim_t)(next + f->more), (rlim_t)(next + f->more)};
+        CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+    }
+    const epic_result result = net_liveness_connect(l, handles);
+    if (f->more > 0)
+        CHECK_SAY(result == EPIC_OK, "%s", epic_sentence());
+    else if (bootstrap->rank == f->poor)
+        CHECK_SAY(result == EPIC_EDEVICE && strstr(epic_sentence(), "ulimit -n"), "%s",
+                  epic_sentence());
+    suite_wait_for_ranks(bootstrap);
+    net_liveness_close(l);
+}
+
 static void no_interface(void)
 {
     const net_liveness_setup setup = {
@@ -208,6 +243,10 @@ int main(void)
     net_run(2, come_back, NULL, 0, 60);
     net_run(3, come_late, NULL, 0, 60);
     net_run(2, be_bothered, NULL, 0, 60);
+    for (int poor = 0; poor < 2; poor++) {
+        net_run(2, connect_with_few, &(few){.poor = poor, .more = 4}, 0, 60);
+        net_run(2, connect_with_few, &(few){.poor = poor, .more = 0}, 0, 60);
+    }
     no_interface();
     return check_end();
 }
