@@ -96,9 +96,15 @@ static void *run_thread(void *self)
                 (struct pollfd){.fd = is_watched(l, h) ? l->sockets[h] : -1, .events = POLLIN};
         polls[n] = (struct pollfd){.fd = l->stop_event, .events = POLLIN};
         const int got = poll(polls, (nfds_t)n + 1, epic_bootstrap_left_ms(next));
-        if (got > 0 && polls[n].revents) return NULL;
-        for (int h = 0; h < n && got > 0; h++)
-            if (polls[h].revents) read_beats(l, h);
+        /* poll() fails if the process has lowered its limit on open files. In this case the
+         * thread checks all sockets after a pause. */
+        const bool failed = got < 0 && errno != EINTR;
+        if (failed) poll(NULL, 0, BEAT_MS);
+        eventfd_t value;
+        if ((failed || (got > 0 && polls[n].revents)) && !eventfd_read(l->stop_event, &value))
+            return NULL;
+        for (int h = 0; h < n; h++)
+            if (failed ? is_watched(l, h) : got > 0 && polls[h].revents) read_beats(l, h);
         const int64_t now = epic_bootstrap_now_ms(), late = now - next;
         if (late < 0) continue;
         for (int h = 0; h < n; h++) {
@@ -113,7 +119,7 @@ epic_result liveness_start_thread(net_liveness *l)
 {
     const int64_t now = epic_bootstrap_now_ms();
     for (int h = 0; h < l->setup.num_hosts; h++) l->acked_ms[h] = now;
-    l->stop_event = eventfd(0, EFD_CLOEXEC);
+    l->stop_event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (l->stop_event < 0)
         return epic_fail(EPIC_EDEVICE, "liveness connections: eventfd: %s", strerror(errno));
     const int error = thread_start(&l->thread, run_thread, l);

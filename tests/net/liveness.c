@@ -224,6 +224,20 @@ static void connect_with_few(const epic_bootstrap *bootstrap, void *self)
     net_liveness_close(l);
 }
 
+/* Lowers the limit on open files after connecting, as a sandbox may do, so that poll() fails.
+ * The ranks still notice that a peer closes, and they can close. */
+static void forbid_files(const epic_bootstrap *bootstrap, void *self)
+{
+    (void)self;
+    const struct rlimit none = {0, 0};
+    net_liveness *l = suite_liveness(bootstrap, NULL);
+    if (!l) return;
+    CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0);
+    suite_wait_for_ranks(bootstrap);
+    if (bootstrap->rank == 0) suite_check_becomes(l, 1, NET_PEER_CLOSED);
+    net_liveness_close(l);
+}
+
 static void no_interface(void)
 {
     const net_liveness_setup setup = {
@@ -247,6 +261,7 @@ int main(void)
         net_run(2, connect_with_few, &(few){.poor = poor, .more = 4}, 0, 60);
         net_run(2, connect_with_few, &(few){.poor = poor, .more = 0}, 0, 60);
     }
+    net_run(2, forbid_files, NULL, 0, 20);
     no_interface();
     return check_end();
 }
