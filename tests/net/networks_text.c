@@ -26,6 +26,9 @@ static void check_names(void)
     CHECK((at = networks_next(at, network, sizeof network)) && !strcmp(network, "tcp/lo"));
     CHECK(!networks_next(at, network, sizeof network));
     CHECK(!networks_next(NULL, network, sizeof network));
+    CHECK(networks_next("# lane[0]:  1:tcp/eth0.100.0 md[1] -> md[1]/tcp am\n", network,
+                        sizeof network) &&
+          !strcmp(network, "tcp/eth0.100")); /* a VLAN */
 }
 
 /* Access to GPU memory needs keys of the device that writes, on both sides. */

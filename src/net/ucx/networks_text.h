@@ -15,14 +15,17 @@
 #include <string.h>
 
 /* Writes to `to` the next network in `text`, such as "tcp/eth0". Returns the text after this
- * network, or NULL if there are no more networks. */
+ * network, or NULL if there are no more networks. The last dot ends the network, because names
+ * of interfaces may contain dots, such as "eth0.100" of a VLAN. */
 static inline const char *networks_next(const char *text, char *to, size_t size)
 {
     text = text ? strstr(text, " lane[") : NULL;
     text = text ? strstr(text, "]:") : NULL;
     if (!text) return NULL;
     text += strcspn(text + 2, ":\n") + 3;
-    const int length = (int)strcspn(text, ". \n");
+    int length = (int)strcspn(text, " \n");
+    for (int i = length; i > 0 && text[length] != '.'; i--)
+        if (text[i] == '.') length = i;
     snprintf(to, size, "%.*s", length, text);
     return text + length;
 }
