@@ -124,6 +124,82 @@ def test_arguments(what: str) -> None:
         assert epic.torch.combine(plan, recv).shape == X.shape
 
 
+WRONG: Any = {
+    "array": X.numpy(), "list": [[0.5]], "text": "x", "sparse": X.to_sparse(), "object": object(),
+}  # fmt: skip
+OPTIONS = epic.torch.Moe.of(num_experts=8, top_k=TOP_K, hidden=HIDDEN, inner=4)
+WEIGHTS = epic.torch.MoeWeights(
+    torch.ones(HIDDEN, 8), torch.ones(8, HIDDEN, 8), torch.ones(8, 4, HIDDEN)
+)
+COUNTS = torch.zeros(8, dtype=torch.int32)
+# For each argument a function (group, plan, value) that passes a value of a wrong class.
+CLASSES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "group": lambda g, p, v: epic.torch.plan(v, LAYER, IDS),
+    "layer": lambda g, p, v: epic.torch.plan(g, v, IDS),
+    "topk_idx": lambda g, p, v: epic.torch.plan(g, LAYER, v),
+    "num_local_experts": lambda g, p, v: epic.torch.plan(g, LAYER, IDS, num_local_experts=v),
+    "tag": lambda g, p, v: epic.torch.plan(g, LAYER, IDS, tag=v),
+    "plan": lambda g, p, v: epic.torch.dispatch(v, X),
+    "tokens": lambda g, p, v: epic.torch.dispatch(p, v),
+    "weights": lambda g, p, v: epic.torch.dispatch(p, X, v),
+    "topk_idx ": lambda g, p, v: epic.torch.plan_dispatch(g, LAYER, v, X),
+    "tokens ": lambda g, p, v: epic.torch.plan_dispatch(g, LAYER, IDS, v),
+    "weights ": lambda g, p, v: epic.torch.plan_dispatch(g, LAYER, IDS, X, v),
+    "rows": lambda g, p, v: epic.torch.combine(p, v),
+    "slot_weights": lambda g, p, v: epic.torch.combine(p, torch.ones(p.capacity, 2), v),
+    "out": lambda g, p, v: epic.torch.combine(p, torch.ones(p.capacity, 2), out=v),
+    "x": lambda g, p, v: epic.torch.sum(g, v),
+    "out ": lambda g, p, v: epic.torch.sum(g, X, out=v),
+    "router": lambda g, p, v: epic.torch.route(v, torch.ones(4, 8)),
+    "total_tokens": lambda g, p, v: epic.torch.z_loss(
+        OPTIONS.router, torch.ones(4, 8), coeff=1.0, total_tokens=v
+    ),
+    "load": lambda g, p, v: epic.torch.bias_update(torch.ones(8), v, 0.1),
+    "expert_rows": lambda g, p, v: epic.torch.experts(
+        OPTIONS.experts, X, v, COUNTS, epic.torch.ExpertWeights(*WEIGHTS[1:3])
+    ),
+    "weights  ": lambda g, p, v: epic.torch.moe(g, OPTIONS, X, [v]),  # type: ignore[arg-type]
+    "out.out": lambda g, p, v: epic.torch.moe(
+        g, OPTIONS, X, WEIGHTS, out=epic.torch.MoeOut(v, *[None] * 3)
+    ),
+    "grouped_mm": lambda g, p, v: epic.torch.moe(g, OPTIONS, X, WEIGHTS, grouped_mm=v),
+    "plan ": lambda g, p, v: epic.torch.read_plan(v),
+    "weights   ": lambda g, p, v: epic.torch.scaled(v),
+    "weights    ": lambda g, p, v: epic.torch.unscaled(v, torch.float32),
+    "scales": lambda g, p, v: epic.torch.swizzle_scales(v),
+    "group ": lambda g, p, v: epic.torch.window(3, torch.float32, v),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes(name: str) -> None:
+    """Check that the error for an argument of a wrong class names the argument and the rule."""
+    with alone() as group:
+        plan = epic.torch.plan(group, LAYER, IDS)
+        for value in WRONG.values():
+            with pytest.raises(EpicArgumentError, match=f"^{name.strip()} .*: must ") as caught:
+                CLASSES[name](group, plan, value)
+            assert "epic::" not in str(caught.value)
+        recv, _ = epic.torch.dispatch(plan, X)
+        assert epic.torch.combine(plan, recv).shape == X.shape
+
+
+def test_error_of_grouped_mm() -> None:
+    """Check that an error of the caller's function is raised unchanged."""
+
+    def fail(*_: Any) -> Any:
+        raise TypeError("of the caller")
+
+    with alone() as group, pytest.raises(TypeError, match="of the caller"):
+        epic.torch.moe(group, OPTIONS, X, tuple(WEIGHTS), grouped_mm=fail)  # type: ignore[arg-type]
+
+
+def test_large_tag() -> None:
+    """Check the error for an integer that has more than 64 bits."""
+    with alone() as group, pytest.raises(EpicArgumentError, match=r"tag .* integer of 64 bits"):
+        epic.torch.sum(group, X, tag=1 << 64)
+
+
 def test_overflow() -> None:
     """Check that an overflow raises EPIC_EOVERFLOW and the group stays usable."""
     with alone() as group:

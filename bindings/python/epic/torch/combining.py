@@ -162,8 +162,9 @@ def combine(
         written = None if is_copied else alias(out)
         home = combine_apply(plan, plan.bytes, rows, slots, block, written, grad_out)
         return copy_results((out,), (home,))[0] if is_copied else home
-    except RuntimeError as error:
-        raise to_epic_error(error) from None
+    except Exception as error:
+        given = (plan, rows, slot_weights)
+        raise to_epic_error(error, combine, *given, out=out, grad_out=grad_out) from None
 
 
 def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) -> Tensor:

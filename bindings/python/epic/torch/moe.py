@@ -849,6 +849,9 @@ def moe(
     forced_ids, forced_weights = (None, None) if forced is None else as_forced(options, forced, x)
     chosen = (token_ids, table, forced_ids)
     mask = None if token_mask is None else as_mask(options, token_mask, x)
+    if grouped_mm is not None and not callable(grouped_mm):
+        kind = type(grouped_mm).__name__
+        raise EpicArgumentError(f"grouped_mm is a {kind}: must be a function, or None")
     if grouped_mm is not None and type_of_weights(options.experts, weights.w_gate_up) == "e4m3":
         raise EpicUnsupportedError(
             "grouped_mm with weights of e4m3 is not supported: leave grouped_mm out, or pass "
@@ -913,6 +916,9 @@ def reshape_owned(x: Tensor, shape: Any) -> Tensor:
 def moe_into(args: tuple[Any, ...], x: Tensor, facts: MoeFacts, out: MoeOut) -> MoeOut:
     """Run moe with out=, which saves nothing for backward."""
     given = MoeOut(*parts_of(out, ", ".join(MoeOut._fields)))
+    for name, part in zip(MoeOut._fields[:5], given, strict=False):
+        if part is not None:
+            check_tensor(f"out.{name}", part)
     if given.out is not None and given.out.shape != x.shape:
         raise EpicArgumentError(
             f"out.out has the shape {list(given.out.shape)}: must be {list(x.shape)}, as x"

@@ -161,6 +161,7 @@ def swizzle_scales(scales: Tensor) -> Tensor:
         >>> epic.torch.swizzle_scales(torch.full((2, 4), 127, dtype=torch.uint8)).shape
         torch.Size([128, 4])
     """
+    check_tensor("scales", scales)
     if scales.dim() != 2 or scales.element_size() != 1:
         shape = list(scales.shape)
         raise EpicArgumentError(

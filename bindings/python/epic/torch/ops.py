@@ -8,6 +8,9 @@ instead.
 import ctypes
 import functools
 import inspect
+import operator
+import re
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +20,8 @@ from torch import Tensor
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicError
-from epic.torch.arguments import no_vmap
+from epic.options import check_kind
+from epic.torch.arguments import check_tensor, no_vmap
 from epic.words import to_python
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -120,6 +124,12 @@ def boxed_call(operator: Any) -> Any:
 
 # ---------------------------------------------------------------------------- errors ----
 
+# The text of torch's error for an argument of a wrong class, or for an integer above 64 bits.
+WRONG_CLASS = re.compile(
+    r"epic::\w+\(\) Expected a value of type '(.+?)' for argument '(\w+)' but instead found type "
+    r"'(.+?)'"
+)
+
 
 def as_epic_error(error: RuntimeError) -> RuntimeError:
     """Convert a RuntimeError with the text of an EPIC error to an EpicError.
@@ -141,6 +151,12 @@ def as_epic_error(error: RuntimeError) -> RuntimeError:
         True
     """
     text = str(error).split("\n")[0]
+    if found := WRONG_CLASS.match(text):
+        wanted, name, given = found.groups()
+        rule = "an integer of 64 bits" if wanted == given else f"of type {wanted}"
+        return EpicArgumentError(f"{name} is of type {given}: must be {rule}")
+    if text.startswith("Could not run 'epic::") and "'Sparse" in text:
+        return EpicArgumentError("a tensor is sparse: must be dense; call to_dense()")
     code, _, sentence = text.partition(": ")
     if isinstance(error, EpicError) or code not in _native.RESULTS:
         return error
@@ -150,13 +166,68 @@ def as_epic_error(error: RuntimeError) -> RuntimeError:
     return EpicError(code, sentence)
 
 
-def to_epic_error(error: RuntimeError) -> RuntimeError:
-    """Return an error as as_epic_error does; inside of torch.compile return it unchanged."""
-    return error if torch.compiler.is_compiling() else as_epic_error(error)
+# The classes that check_classes compares, next to tensors and numbers.
+CLASSES = ("Experts", "Group", "Layer", "Moe", "Plan", "Router", "dtype", "str")
+WEIGHTS = ("ExpertWeights", "MoeWeights")  # classes in whose place the functions take a tuple
+
+
+def check_classes(function: Any, given: dict[str, Any]) -> None:
+    """Raise an error for an argument whose class differs from the annotation of the function.
+
+    Call it only after the function has failed, so that correct calls need no host time for it.
+
+    Args:
+        function: The function.
+        given: Its arguments by their names.
+    """
+    for name, x in given.items():
+        hint = function.__annotations__.get(name)
+        kinds = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
+        if x is None and types.NoneType in kinds:
+            continue
+        kind = kinds[0]  # all other elements are None, because of the next condition
+        if set(kinds[1:]) - {types.NoneType}:
+            continue
+        if kind is Tensor:
+            check_tensor(name, x)
+        elif kind in (int, float):
+            try:
+                operator.index(x) if kind is int else float(x)
+            except (TypeError, ValueError):
+                rule = "an integer" if kind is int else "a number"
+                raise EpicArgumentError(f"{name} is a {type(x).__name__}: must be {rule}") from None
+        elif getattr(kind, "__name__", None) in CLASSES:
+            check_kind(name, x, kind)
+        elif getattr(kind, "__name__", None) in WEIGHTS:
+            check_kind(name, x, kind, tuple)
+
+
+def to_epic_error(error: Exception, function: Any, *args: Any, **options: Any) -> Exception:
+    """Return the error of EPIC for an error that a function raised; else the error itself.
+
+    Inside of torch.compile it returns the error unchanged.
+
+    Args:
+        error: The error.
+        function: The function.
+        *args: Its arguments.
+        **options: Its arguments that were passed by name.
+    """
+    if torch.compiler.is_compiling() or isinstance(error, EpicError):
+        return error
+    found = as_epic_error(error) if isinstance(error, RuntimeError) else error
+    if isinstance(found, EpicError) and "epic::" not in str(error):  # it is not torch's error
+        return found
+    names = inspect.signature(function).parameters
+    try:
+        check_classes(function, dict(zip(names, args, strict=False)) | options)
+    except EpicArgumentError as clear:
+        return clear
+    return found
 
 
 def translate_errors(function: Function) -> Function:
-    """Decorate a function so that it raises errors of operators as EpicError.
+    """Decorate a function so that it raises errors of operators and of wrong classes as EpicError.
 
     The functions that are called most often catch these errors themselves, because a wrapper takes
     host time.
@@ -166,8 +237,8 @@ def translate_errors(function: Function) -> Function:
     def run(*args: Any, **options: Any) -> Any:
         try:
             return function(*args, **options)
-        except RuntimeError as error:
-            raise to_epic_error(error) from None
+        except Exception as error:
+            raise to_epic_error(error, function, *args, **options) from None
 
     return run  # type: ignore[return-value]
 
@@ -702,8 +773,12 @@ def write_out(operator: Any, args: tuple[Any, ...], *outs: Tensor | None) -> Non
         EpicArgumentError: A tensor requires a gradient, or an output is on another device.
     """
     refuse_gradient(*outs, *args)
-    for x in outs:  # with an output on "meta", torch would only call the shape function
-        if x is not None and x.device != args[0].device:
+    for x in outs:
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            check_tensor("out", x)
+        if x.device != args[0].device:  # on "meta", torch would only call the shape function
             raise EpicArgumentError(f"out is on {x.device}: must be on {args[0].device}")
     operator(*args, *outs)
     note_write(*outs)
@@ -727,6 +802,7 @@ def copy_into(out: Tensor, x: Tensor) -> None:
     Raises:
         EpicArgumentError: A tensor requires a gradient, or out does not fit x.
     """
+    check_tensor("out", out)
     refuse_gradient(x, out)
     if out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
         raise EpicArgumentError(

@@ -223,7 +223,12 @@ def table_of(layer: Layer, table: Any, like: Tensor, name: str = "rank_of_expert
     """
     if table is None:
         return None
-    found = as_int32(name, torch.as_tensor(table, device=like.device))
+    try:
+        found = torch.as_tensor(table, device=like.device)
+    except (RuntimeError, TypeError, ValueError):
+        kind = type(table).__name__
+        raise EpicArgumentError(f"{name} is a {kind}: must be integers [num_experts]") from None
+    found = as_int32(name, found)
     if found.shape != (layer.num_experts,):
         raise EpicArgumentError(
             f"{name} has the shape {list(found.shape)}: must be [{layer.num_experts}]"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from epic.errors import EpicArgumentError
-from epic.torch.arguments import check_floats
+from epic.torch.arguments import check_floats, check_tensor
 
 BLOCK = 128
 LARGEST = 448.0  # largest number in e4m3
@@ -146,12 +146,13 @@ def unscaled(weights: Weights, dtype: torch.dtype) -> Weights:
         >>> torch.equal(found.w_gate_up, weights.w_gate_up)
         True
     """
-    named = weights._asdict()  # type: ignore[attr-defined]
+    named = fields_of(weights)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise EpicArgumentError(f"dtype is {dtype}: must be float32, bfloat16 or float16")
     change: dict[str, Any] = {}
     for name in ("w_gate_up", "w_down"):
         w = named[name]
+        check_tensor(name, w)
         if w.dtype != E4M3 or w.dim() != 3:
             raise EpicArgumentError(
                 f"{name} is {w.dtype} of shape {list(w.shape)}: must be {E4M3} of shape "
@@ -162,6 +163,14 @@ def unscaled(weights: Weights, dtype: torch.dtype) -> Weights:
         change[name] = values.mT.to(dtype).contiguous()
         change[name + "_scales"] = None
     return weights._replace(**change)  # type: ignore[attr-defined,no-any-return]
+
+
+def fields_of(weights: Any) -> dict[str, Any]:
+    """Return the fields of ExpertWeights or MoeWeights, after checking the class."""
+    if not hasattr(weights, "w_gate_up_scales"):
+        kind = type(weights).__name__
+        raise EpicArgumentError(f"weights is a {kind}: must be ExpertWeights or MoeWeights")
+    return weights._asdict()  # type: ignore[no-any-return]
 
 
 def has_mx_scales(weights: Any) -> bool:
@@ -195,9 +204,9 @@ def scaled(weights: Weights) -> Weights:
         >>> found.w_gate_up.dtype, found.w_gate_up.shape, found.w_gate_up_scales.shape
         (torch.float8_e4m3fn, torch.Size([2, 512, 256]), torch.Size([2, 4, 2]))
     """
+    named = fields_of(weights)
     if has_mx_scales(weights):
-        weights = unscaled(weights, torch.float32)
-    named = weights._asdict()  # type: ignore[attr-defined]
+        named = fields_of(unscaled(weights, torch.float32))
     if named["w_gate_up"].dtype == E4M3:
         raise EpicArgumentError("weights are torch.float8_e4m3fn: must not be scaled already")
     for name in ("w_gate_up", "w_down"):

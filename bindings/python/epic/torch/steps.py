@@ -128,8 +128,10 @@ def plan(
         else:
             call = PLAN if is_traced() or overridden(topk_idx) else PLAN_NOW
             data = call(group.order_token, topk_idx, spec.layer, slots, spec.tag, *tables)
-    except RuntimeError as error:
-        raise to_epic_error(error) from None
+    except Exception as error:
+        numbers: dict[str, Any] = {"num_local_experts": num_local_experts, "tag": tag}
+        numbers["counts_dtype"] = counts_dtype
+        raise to_epic_error(error, plan, group, layer, topk_idx, **numbers) from None
     new_plan = Plan(data, num_tokens, slots, spec, capacity_limit)
     if slots != EXACT:
         return new_plan
@@ -377,8 +379,9 @@ def dispatch(
             )
         call = dispatch_apply if needs_gradient(rows, weights) else dispatch_op
         recv, slots = call(plan, plan.bytes, rows, weights, zero_tail)
-    except RuntimeError as error:
-        raise to_epic_error(error) from None
+    except Exception as error:
+        given = (plan, tokens, weights)
+        raise to_epic_error(error, dispatch, *given, quantize=quantize) from None
     return recv, None if weights is None else slots
 
 
@@ -789,8 +792,11 @@ def plan_dispatch(
             found = call(request, topk_idx, rows, weights, zero_tail)
         else:
             found = plan_dispatch_op(request, topk_idx, tokens, weights, zero_tail)
-    except RuntimeError as error:
-        raise to_epic_error(error) from None
+    except Exception as error:
+        given = (group, layer, topk_idx, tokens, weights)
+        numbers: dict[str, Any] = {"num_local_experts": num_local_experts, "tag": tag}
+        numbers["counts_dtype"] = counts_dtype
+        raise to_epic_error(error, plan_dispatch, *given, **numbers) from None
     data, recv, slot = found
     new_plan = Plan(data, num_tokens, slots, spec, capacity_limit)
     return new_plan, recv, None if weights is None else slot

@@ -5,7 +5,7 @@ import contextlib
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicError
-from epic.options import check_int
+from epic.options import check_int, check_kind
 from epic.torch.groups import Group
 
 MOST_BYTES = (1 << 48) - 1  # largest size of a window in C
@@ -60,8 +60,9 @@ def window(shape: int | Sequence[int], dtype: torch.dtype, group: Group) -> Tens
         >>> recv is rows, float(rows.sum())
         (True, 16.0)
     """
+    check_kind("group", group, Group)
     group.must_be_open()
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
     for size in sizes:
         check_int("shape", size, most=MOST_BYTES)
     if not isinstance(dtype, torch.dtype):
@@ -107,6 +108,7 @@ def register_window(tensor: Tensor, group: Group) -> None:
         >>> def add_window(tensor, group):  # for a group on GPUs
         ...     epic.torch.register_window(tensor, group)
     """
+    check_kind("group", group, Group)
     group.must_be_open()
     if not isinstance(tensor, Tensor):
         raise EpicArgumentError(f"tensor is {type(tensor).__name__}: must be a torch.Tensor")
