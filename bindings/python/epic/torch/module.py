@@ -64,10 +64,10 @@ class MoE(nn.Module):
         bias_rate: By how much one call of `update_bias` changes an element of the buffer `bias` [E]
             float32. The router adds this bias when it chooses experts (DeepSeek-V3), so that their
             loads become even without a balance loss. None: no such bias.
-        logical_of_expert: Only with `options.layer.num_logical`: num_experts ids. Element e is the
-            logical expert of which expert e is a replica. Replicas begin with equal weights and get
-            equal gradients. Or a `Placement`, whose table can change. The state_dict does not
-            contain this table.
+        logical_of_expert: Only with `options.layer.num_logical`: num_experts ids, as a sequence, a
+            tensor or an array. Element e is the logical expert of which expert e is a replica.
+            Replicas begin with equal weights and get equal gradients. Or a `Placement`, whose table
+            can change. The state_dict does not contain this table.
         grouped_mm: A grouped product of your own, such as `torch._grouped_mm`:
             grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32) ->
             [slots, m], where expert e has the rows ends[e - 1] to ends[e]. None: EPIC's product.
@@ -120,7 +120,7 @@ class MoE(nn.Module):
         expert_biases: bool = False,
         shared_gate: bool = False,
         bias_rate: float | None = None,
-        logical_of_expert: Sequence[int] | Placement | None = None,
+        logical_of_expert: Sequence[int] | Tensor | Placement | None = None,
         grouped_mm: GroupedMm | None = None,
         tag: int = 0,
         seed: int | None = None,
@@ -198,13 +198,16 @@ class MoE(nn.Module):
             "w_shared_gate": (hidden,) if shared_gate else None,
         }
 
-    def set_table(self, given: Sequence[int] | Placement | None, like: Tensor) -> None:
+    def set_table(self, given: Any, like: Tensor) -> None:
         """Set logical_of_expert.
 
         Args:
             given: The argument of the constructor.
             like: A tensor on the device of the table.
         """
+        tolist = getattr(given, "tolist", None)
+        if tolist is not None:  # of a tensor or an array
+            given = tolist()
         self.replicas = None if isinstance(given, Placement) else given
         if isinstance(given, Placement):
             given.check_layer(self.group, self.options.layer)
