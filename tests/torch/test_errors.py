@@ -217,6 +217,22 @@ def test_closed() -> None:
     expect_error(group.check, "EPIC_ECLOSED", "gone")
 
 
+def test_closed_in_router() -> None:
+    """Check the functions of the router with a closed group on GPUs."""
+    with alone(name="gone") as group:
+        pass
+    group.on_gpu = True  # the router uses groups only on GPUs
+    router, logits = epic.torch.Router(num_experts=8, top_k=TOP_K), torch.zeros(4, 8)
+    losses: dict[str, Any] = {"coeff": 1.0, "total_tokens": 4, "group": group}
+    for call in (
+        lambda: epic.torch.route(router, logits, group=group),
+        lambda: epic.torch.z_loss(router, logits, **losses),
+    ):
+        expect_error(call, "EPIC_ECLOSED", "the group was closed")
+        with pytest.raises(RuntimeError, match="EPIC_ECLOSED"):
+            torch.compile(call, backend="eager", fullgraph=True)()
+
+
 def test_options() -> None:
     """Check the errors for wrong options of Group."""
     wrong: list[tuple[dict[str, Any], str]] = [

@@ -26,9 +26,11 @@ from epic.torch.arguments import (
     needs_gradient,
 )
 from epic.torch.groups import Group
-from epic.torch.ops import note_write, parts_of, translate_errors, write_out
+from epic.torch.ops import SMS_SHIFT, note_write, parts_of, translate_errors, write_out
 
 ops = torch.ops.epic
+# A number that no group has. The number of a closed group is 0, which stands for no group.
+CLOSED_GROUP = (1 << SMS_SHIFT) - 1
 
 
 @functools.cache
@@ -58,7 +60,7 @@ def number_of(group: Group | None, x: Tensor, name: str = "logits") -> int:
         return 0
     if group is None:
         raise EpicArgumentError(f"{name} is on {x.device}: pass group= for tensors on GPUs")
-    return group.number
+    return group.number or CLOSED_GROUP
 
 
 def as_logits(router: Router, logits: Tensor) -> Tensor:
