@@ -91,6 +91,15 @@ def clip(rank: int, ep: int, form: str, norm_type: float, dtype: torch.dtype) ->
         return norm, {n: whole_gradient(p).clone() for n, p in plain.named_parameters()}
 
 
+def test_norm_type_as_text() -> None:
+    """Check that "inf" is a norm_type, as for torch."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, -4.0])
+    with epic.torch.Group(num_ranks=1, max_tokens=1, max_row_bytes=32) as group:
+        assert epic.torch.clip_grad_norm_([parameter], 2.0, group, "inf").item() == 4.0
+    assert torch.allclose(parameter.grad, torch.tensor([1.5, -2.0]))
+
+
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize(
     ("ep", "form"),
@@ -236,6 +245,14 @@ def test_arguments() -> None:
         weight = nn.Parameter(torch.ones(2))
         with pytest.raises(EpicArgumentError, match="max_norm is -1"):
             epic.torch.clip_grad_norm_(weight, -1.0, group)
+        for wrong in (None, "x", [1.0]):
+            wrong_number: Any = wrong
+            with pytest.raises(EpicArgumentError, match=r"max_norm is .*: must be a number"):
+                epic.torch.clip_grad_norm_([], wrong_number, group)
+            with pytest.raises(EpicArgumentError, match=r"norm_type is .*: must be a number"):
+                epic.torch.clip_grad_norm_([], 1.0, group, wrong_number)
+            with pytest.raises(EpicArgumentError, match=r"parameters is a .*: must be a Tensor"):
+                epic.torch.clip_grad_norm_(wrong_number, 1.0, group)
         with pytest.raises(EpicArgumentError, match="norm_type is 0"):
             epic.torch.clip_grad_norm_(weight, 1.0, group, 0.0)
         assert epic.torch.clip_grad_norm_(weight, 1.0, group).item() == 0

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from epic.errors import EpicArgumentError, EpicError
+from epic.options import check_kind
 from epic.torch.groups import Group
 from epic.torch.module import MoE
 from epic.torch.state import adapters_of_experts, is_of_experts
@@ -39,7 +40,7 @@ def clip_grad_norm_(
     parameters: nn.Module | Iterable[nn.Parameter] | nn.Parameter,
     max_norm: float,
     group: Group,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     *,
     mesh: Any = None,
     error_if_nonfinite: bool = False,
@@ -61,7 +62,7 @@ def clip_grad_norm_(
             under fully_shard, because fully_shard makes parameters without this attribute.
         max_norm: The largest total norm after clipping; 0 or more.
         group: The group of the layers.
-        norm_type: p of the p-norm, above 0; float("inf") for the largest absolute value.
+        norm_type: p of the p-norm, above 0; float("inf") or "inf" for the largest absolute value.
         mesh: A one-dimensional DeviceMesh of tensor parallelism, for parameters that are plain
             tensors. Each of its processes has a different part of a parameter with the attribute
             tensor_model_parallel = True. All other plain parameters are equal on its processes.
@@ -86,13 +87,15 @@ def clip_grad_norm_(
         >>> optimizer.step()
 
     """
+    max_norm = as_number("max_norm", max_norm)
+    norm_type = as_number("norm_type", norm_type)  # "inf" is a number, as for torch
     if not max_norm >= 0:
         raise EpicArgumentError(f"max_norm is {max_norm}: must be 0 or more")
     if not norm_type > 0:
         raise EpicArgumentError(f"norm_type is {norm_type}: must be above 0")
     with torch.no_grad():
         parts = sort_gradients(parameters, mesh)
-        total = total_norm(parts, group, float(norm_type), foreach)
+        total = total_norm(parts, group, norm_type, foreach)
         if error_if_nonfinite and not total.isfinite():
             raise EpicError(
                 "EPIC_EINVAL",
@@ -103,6 +106,14 @@ def clip_grad_norm_(
         for gradients in parts.values():
             scale_gradients(gradients, scale, foreach)
     return total
+
+
+def as_number(name: str, value: Any) -> float:
+    """Return the value as a float; it may be infinite or NaN. name: its name in the error."""
+    try:
+        return float(value)
+    except (RuntimeError, TypeError, ValueError):
+        raise EpicArgumentError(f"{name} is {value!r}: must be a number") from None
 
 
 def list_parameters(
@@ -118,8 +129,11 @@ def list_parameters(
             experts.update(map(id, adapters_of_experts(module)))
         found = list(parameters.parameters())
     else:
-        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        is_one = isinstance(parameters, Tensor) or not isinstance(parameters, Iterable)
+        given: Iterable[Any] = [parameters] if is_one else parameters
         found = list({id(p): p for p in given}.values())
+        for parameter in found:
+            check_kind("parameters", parameter, Tensor)
     experts.update(id(p) for p in found if getattr(p, "allreduce", True) is False)
     return found, experts
 
