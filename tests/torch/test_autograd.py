@@ -596,6 +596,20 @@ def test_autocast(world: Any) -> None:
     world.run(autocast)
 
 
+def test_autocast_of_grouped_mm() -> None:
+    """Check that autocast changes neither a product of the caller nor its gradients."""
+    options = epic.torch.Moe.of(num_experts=4, top_k=2, hidden=64, inner=64)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    with epic.torch.Group(num_ranks=1, max_tokens=8, max_row_bytes=256) as group:
+        layer = epic.torch.MoE(group, options, grouped_mm=epic.torch.slab_mm)
+        out = layer(x)[0]
+        wanted = torch.autograd.grad(out.square().sum(), x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = layer(x)[0]
+        assert same([out], [found])
+        assert same(wanted, torch.autograd.grad(found.square().sum(), x))
+
+
 def test_autocast_of_a_shared_expert() -> None:
     """Check that autocast does not change the shared expert of a layer with a token mask."""
     options = epic.torch.Moe.of(

@@ -525,7 +525,8 @@ def run_experts(
     """
     if grouped_mm is not None:
         check_weights(options, weights)
-        return mlp(options, grouped_mm, x, plan.counted("expert_rows"), weights, slots)
+        with torch.autocast(x.device.type, enabled=False):
+            return mlp(options, grouped_mm, x, plan.counted("expert_rows"), weights, slots)
     counts = (plan.counted("expert_rows"), plan.counted("expert_tokens"))
     limit = plan.spec.layer >> SMS_SHIFT
     return experts(options, x, *counts, weights, slots, plan.spec.group, max_sms=limit)
@@ -780,7 +781,8 @@ def moe(
         weights: Parameters of this rank.
         grouped_mm: A grouped product of your own:
             grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32) ->
-            [slots, m]. The layer is then composed of the single functions.
+            [slots, m]. The layer is then composed of the single functions, and calls grouped_mm
+            with autocast switched off.
         token_ids: Integers [...], with table: the id of each token, for routing by a table.
         table: Integers [rows, top_k]: experts by token id, which replace the router's choice.
         rank_of_expert: Integers [num_experts]: the rank that owns each expert. None: contiguous
