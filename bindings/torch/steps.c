@@ -74,7 +74,10 @@ static void check_lengths(torch_call *call, const plan_job *job)
 static void plan_results(torch_call *call, plan_job *job)
 {
     check_lengths(call, job);
-    if (call->failed) return;
+    if (call->failed) {
+        call_no_result(call, "plan"); /* so that call_end() deletes the caller's tensor */
+        return;
+    }
     const int64_t experts = job->stored.layer.num_experts,
                   logical = job->stored.layer.num_logical;
     const int64_t ranks = epic_num_ranks(call->use.ctx), even = (experts + ranks - 1) / ranks;

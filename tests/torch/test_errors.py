@@ -503,6 +503,12 @@ def test_nothing_is_kept() -> None:
                 )
                 with pytest.raises(EpicArgumentError, match="out recv has the shape"):
                     epic.torch.dispatch(plan, rows, weights, out=(into[0][1:].clone(), into[1]))
+                out = (plan._replace(bytes=torch.empty_like(plan.bytes)), *into)
+                with pytest.raises(EpicArgumentError, match="topk_idx is float32"):
+                    epic.torch.plan_dispatch(group, LAYER, ids.float(), rows, weights, out=out)
+                more = (plan.spec.layer, plan.capacity, 0, None, None, None, into[0].view(-1))
+                with pytest.raises(RuntimeError, match="topk_idx has 1 columns"):
+                    ops.plan_out.default(group.order_token, ids[:, :1], *more)
                 for data in (damaged, weights):
                     args = (data, rows.clone(), weights.clone(), plan.capacity, plan.spec.layer)
                     with pytest.raises(RuntimeError, match="EPIC_EINVAL"):
