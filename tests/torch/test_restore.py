@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 import epic.torch
 from epic.torch.pretrained import Block
 from parts import group_of, meshes
-from test_pretrained import SOME_MODELS, last_block, model_of, on_two, transformers
+from test_pretrained import SOME_MODELS, alone, last_block, model_of, on_two, transformers
 
 IDS = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
 
@@ -105,6 +105,34 @@ def test_restore(name: str) -> None:
         assert all(same_bits(value, wanted[key]) for key, value in state.items())
         assert frozen_names == [n for n, p in model.named_parameters() if not p.requires_grad]
         assert torch.equal(before, again)
+
+
+@pytest.mark.parametrize("name", SOME_MODELS)
+def test_restore_after_changes(name: str, tmp_path: Path) -> None:
+    """Check that a conversion to another dtype, and frozen parameters, survive a restore."""
+    model, mine = model_of(name), model_of(name)
+    last_block(model).experts.down_proj.requires_grad_(False)
+    last_block(mine).experts.down_proj.requires_grad_(False)
+    with alone() as group:
+        epic.torch.replace_moe(mine, group)
+        for key, parameter in (*model.named_parameters(), *mine.named_parameters()):
+            if "score_correction" not in key:  # `MoE` has no gradient for it
+                parameter.requires_grad_(not parameter.requires_grad)
+        model.bfloat16().save_pretrained(tmp_path / "plain")
+        mine.bfloat16()
+        epic.torch.save_pretrained(mine, tmp_path / "epic", group)
+        epic.torch.restore_moe(mine, group)
+    for (key, wanted), (other, found) in zip(
+        model.named_parameters(), mine.named_parameters(), strict=True
+    ):
+        assert key == other and same_bits(found.detach(), wanted.detach()), key
+        assert found.requires_grad == wanted.requires_grad, key
+    assert logits_of(mine, IDS).dtype == torch.bfloat16
+    sizes = [
+        sum(f.stat().st_size for f in (tmp_path / form).glob("*.safetensors"))
+        for form in ("plain", "epic")
+    ]
+    assert sizes[1] < 1.1 * sizes[0]  # biases of the router may have 32 bits
 
 
 def test_router_logits_after_restore() -> None:

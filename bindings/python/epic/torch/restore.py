@@ -9,7 +9,7 @@ class, under the original names. To save a model it also gathers what fully_shar
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from epic.errors import EpicUnsupportedError
 from epic.torch.adapters import adapt_block
-from epic.torch.families import FAMILIES, fill_block, router_of, unwrapped, wrappers_of
+from epic.torch.families import (
+    FAMILIES,
+    Family,
+    fill_block,
+    router_of,
+    tensors_of,
+    unwrapped,
+    wrappers_of,
+)
 from epic.torch.groups import Group
 from epic.torch.module import EXPERT_WEIGHTS, MoE
 from epic.torch.pretrained import Block, allow_saving, refuse_saving
@@ -133,10 +141,12 @@ def original_block(
         return value.detach().to(place) if keep else value
 
     original = copy.deepcopy(block.original[0]) if keep else None
+    with torch.enable_grad():  # so that a computed tensor requires a gradient if its parameter does
+        found = {name: v for name, v in layer.weights()._asdict().items() if v is not None}
     if not adapters_only:
-        found = layer.weights()._asdict().items()
-        weights = {name: gather(name, value) for name, value in found if value is not None}
+        weights = {name: gather(name, value) for name, value in found.items()}
         if original is not None:
+            convert(original, FAMILIES[block.kind], found["w_gate_up"].dtype)
             with torch.no_grad():
                 fill_block(original.to_empty(device=place), weights)
     if original is not None:
@@ -144,8 +154,32 @@ def original_block(
         templates = block.original[0].parameters()
         for parameter, like in zip(original.parameters(), templates, strict=True):
             parameter.requires_grad_(like.requires_grad)
+        freeze_as(original, FAMILIES[block.kind], found)
     adapt_block(original, block.moe, FAMILIES[block.kind], gather)
     return None if original is None else original.train(block.training)
+
+
+def convert(original: nn.Module, family: Family, dtype: torch.dtype) -> None:
+    """Convert a block to a dtype if the experts had another one when replace_moe was called.
+
+    Then the caller has converted the model since. Buffers stay unchanged, as in `MoE`.
+    """
+    if tensors_of(original, family)["w_gate_up"][0].dtype != dtype:
+        for parameter in original.parameters():
+            parameter.data = parameter.data.to(dtype)
+
+
+def freeze_as(original: nn.Module, family: Family, weights: Mapping[str, Tensor]) -> None:
+    """Freeze the parameters of a block that the caller has frozen in the layer, or the reverse.
+
+    weights: the tensors of the layer by their names in `MoE`.
+    """
+    for key, parts in tensors_of(original, family).items():
+        if key == "bias":  # in `MoE` a buffer
+            continue
+        if any(part.requires_grad for part in parts) != weights[key].requires_grad:
+            for part in parts:
+                part.requires_grad_(weights[key].requires_grad)
 
 
 def check_restorable(model: nn.Module, group: Group) -> None:
