@@ -16,6 +16,7 @@ from epic.torch import loading
 from epic.torch.pretrained import Block
 from pages import find_block
 from parts import group_of
+from reference import relative
 from test_pretrained import (
     DEEPSEEK,
     MODELS,
@@ -123,8 +124,22 @@ def test_dtypes(tmp_path: Path) -> None:
     del config["dtype"]
     file.write_text(json.dumps(config))
     assert dtype() == torch.bfloat16
-    with pytest.raises(epic.torch.EpicArgumentError, match="dtype is 'flat': must be"):
-        dtype(dtype="flat")
+    assert dtype(torch_dtype=torch.float16) == torch.float16
+    for wrong in ("flat", 3, torch.int8):
+        with pytest.raises(epic.torch.EpicArgumentError, match=rf"dtype is {wrong!r}: must be"):
+            dtype(dtype=wrong)
+
+
+def test_fields_of_the_configuration(tmp_path: Path) -> None:
+    """Check that options can change fields of the configuration, as in transformers."""
+    model_of("Qwen3Moe").save_pretrained(tmp_path)
+    changes: dict[str, Any] = {"num_experts_per_tok": 1, "use_cache": False}
+    changes["attn_implementation"] = "eager"
+    with alone() as group:
+        model = epic.torch.from_pretrained(AUTO, tmp_path, group, **changes)
+        stock = AUTO.from_pretrained(tmp_path, **changes)
+        assert model.config.to_dict() == stock.config.to_dict()
+        assert relative(logits_of(model, IDS), logits_of(stock, IDS)) < 1e-5
 
 
 def test_tied_weights_and_training(tmp_path: Path) -> None:
@@ -349,6 +364,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with alone() as group:
         with pytest.raises(epic.torch.EpicUnsupportedError, match=r"Dots1MoE.*MixtralSparseMoe"):
             epic.torch.from_pretrained(AUTO, tmp_path / "other", group)
+        with pytest.raises(epic.torch.EpicArgumentError, match="none': must be a folder with"):
+            epic.torch.from_pretrained(AUTO, tmp_path / "none", group)
+        no_group: Any = None
+        for call in (
+            lambda: epic.torch.from_pretrained(AUTO, tmp_path / "known", no_group),
+            lambda: epic.torch.replace_moe(model_of("Qwen3Moe"), no_group),
+        ):
+            with pytest.raises(epic.torch.EpicArgumentError, match="group is a NoneType: must be"):
+                call()
         with pytest.raises(epic.torch.EpicArgumentError, match="device_map is 'cpu': must be left"):
             epic.torch.from_pretrained(AUTO, tmp_path / "known", group, device_map="cpu")
         file = tmp_path / "known/config.json"

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.options import check_kind
+from epic.torch.arguments import ROW_TYPES
 from epic.torch.experts import GroupedMm
 from epic.torch.families import family_of, read_tensor
 from epic.torch.groups import Group
@@ -313,7 +315,8 @@ def make_skeleton(model_class: Any, folder: Path, options: dict[str, Any]) -> An
     Args:
         model_class: As for from_pretrained.
         folder: The folder.
-        options: The options of from_pretrained; "config" is removed from them.
+        options: The options of from_pretrained. "config", and options that change fields of the
+            configuration, are removed from them.
     """
     import transformers
 
@@ -321,6 +324,8 @@ def make_skeleton(model_class: Any, folder: Path, options: dict[str, Any]) -> An
     if config is None:
         kind = getattr(model_class, "config_class", None) or transformers.AutoConfig
         config = kind.from_pretrained(folder)
+        changes = {name: options.pop(name) for name in list(options) if hasattr(config, name)}
+        config = kind.from_pretrained(folder, **changes) if changes else config
     if getattr(config, "quantization_config", None) is not None:
         raise EpicUnsupportedError(
             f"{folder} has a quantization_config in config.json: must not be quantized; dequantize "
@@ -459,13 +464,13 @@ def choose_dtype(requested: torch.dtype | str, config: Any, checkpoint: Checkpoi
     configuration, or without one for that of the files.
     """
     found = getattr(config, "dtype", None) if requested == "auto" else requested
-    if isinstance(found, str):
-        found = getattr(torch, found, None)
-        if not isinstance(found, torch.dtype):
-            raise EpicArgumentError(
-                f'dtype is {requested!r}: must be a torch.dtype, the name of one, or "auto"'
-            )
-    return found or checkpoint.dtype()
+    found = getattr(torch, found, None) if isinstance(found, str) else found or checkpoint.dtype()
+    if found not in ROW_TYPES:
+        raise EpicArgumentError(
+            f"dtype is {requested!r}: must be float32, bfloat16, float16 or float64, as a "
+            'torch.dtype or its name, or "auto"'
+        )
+    return found
 
 
 def fill_layers(
@@ -603,7 +608,7 @@ def from_pretrained(
             before the experts are read, and returns the model with adapters. Until a rank has read
             its experts, it has the adapters of all experts. None: no adapters.
         **options: Arguments of the from_pretrained of transformers, such as attn_implementation,
-            key_mapping and config.
+            key_mapping and config, or fields of the configuration, such as use_cache.
 
     Returns:
         The model, in evaluation mode, as from_pretrained of transformers returns it. With adapt,
@@ -622,6 +627,13 @@ def from_pretrained(
         model(ids, labels=ids).loss.backward()
         epic.torch.sum_gradients(model, group)
     """
+    check_kind("group", group, Group)
+    if not Path(folder).is_dir():
+        raise EpicArgumentError(
+            f"folder is {os.fspath(folder)!r}: must be a folder with config.json and safetensors "
+            "files; download the model first, for example with huggingface_hub.snapshot_download"
+        )
+    dtype = options.pop("torch_dtype", dtype)  # its former name in transformers
     refused = sorted(set(REFUSED) & options.keys())
     if refused:
         raise EpicArgumentError(

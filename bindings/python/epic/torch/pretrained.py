@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from epic.errors import EpicError, EpicUnsupportedError
+from epic.options import check_kind
 from epic.torch.adapters import adapt_layer, adapters_of
 from epic.torch.arguments import ROW_TYPES
 from epic.torch.experts import GroupedMm
@@ -157,6 +158,7 @@ def read_block(block: nn.Module) -> Found:
 
 def check_block(block: nn.Module, group: Group) -> None:
     """Raise an error if a block, or its router on the group's device, is not supported."""
+    check_kind("group", group, Group)
     options, _ = read_block(block)
     if group.on_gpu and options.router.weight_rule == "sparsemixer":
         raise EpicUnsupportedError(
@@ -302,6 +304,7 @@ def find_blocks(model: nn.Module, group: Group) -> list[tuple[nn.Module, str, nn
     Raises:
         EpicUnsupportedError: The model has no block, or one that is not supported.
     """
+    check_kind("model", model, nn.Module)
     found = list(blocks_of(model))
     other = sorted({type(block).__name__ for *_, block in found} - FAMILIES.keys())
     if other or not found:
