@@ -9,6 +9,7 @@ import torch
 
 import epic.torch
 from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.torch.scaled import quantize_rows
 
 HIDDEN, INNER = 200, 144  # not multiples of 128
 
@@ -56,6 +57,22 @@ def test_mxfp8(kind: torch.dtype) -> None:
     for got, values in ((back.w_gate_up, up_values), (back.w_down, down_values)):
         wanted = np.swapaxes(rounded(values), 1, 2).astype(np.float32)
         assert np.array_equal(got.numpy(), wanted)
+
+
+def test_tiny_numbers() -> None:
+    """Numbers that are too small for a scale become zeros, in weights and in rows."""
+    w = torch.zeros(1, 128, 256)
+    w[0, 0, 0] = 1e-43
+    found = epic.torch.scaled(epic.torch.ExpertWeights(w, w.mT))
+    back = epic.torch.unscaled(found, torch.float32)
+    assert torch.equal(back.w_gate_up, torch.zeros(1, 128, 256))
+    assert torch.equal(back.w_down, torch.zeros(1, 256, 128))
+    layer = epic.torch.Layer(num_experts=1, top_k=1)
+    with epic.torch.Group(num_ranks=1, max_tokens=128, max_row_bytes=1024) as group:
+        plan = epic.torch.plan(group, layer, torch.zeros(128, 1, dtype=torch.int32))
+        rows, scales, _ = epic.torch.dispatch_quantized(plan, w[0])
+    ours = quantize_rows(w[0])
+    assert torch.equal(rows.float(), ours[0].float()) and torch.equal(scales, ours[1])
 
 
 def test_refused() -> None:

@@ -45,8 +45,12 @@ def expand_scales(scales: Tensor, *shape: int) -> Tensor:
 
 
 def scale_for(largest: Tensor) -> Tensor:
-    """Return the scale of blocks by their largest magnitudes, which it maps to 448; 1 for zeros."""
-    return torch.where(largest == 0, 1.0, largest / LARGEST)
+    """Return the scale of blocks by their largest magnitudes, which it maps to 448.
+
+    It is 1 for zeros, and for magnitudes so small that the quotient is zero.
+    """
+    scale = largest / LARGEST
+    return torch.where(scale == 0, 1.0, scale)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
