@@ -155,6 +155,19 @@ def in_flight(rank: int) -> None:
                 assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], wanted)
 
 
+def inference_optimized(rank: int) -> None:
+    """Check that a layer which has a second dispatcher for inference keeps EPIC's dispatcher."""
+    megatron = importlib.import_module("epic.torch.megatron")
+    parallel(1, 4)
+    layer = layer_of(1, 4, {})
+    # As the layer does if transformer_impl is "inference_optimized", which needs a GPU.
+    layer._training_token_dispatcher = layer._inference_token_dispatcher = layer.token_dispatcher
+    with megatron.use_epic(layer, max_tokens=16):
+        mine = layer.token_dispatcher
+        layer(numbers(rank, 2, 1, HIDDEN))
+        assert isinstance(mine, megatron.EpicTokenDispatcher) and layer.token_dispatcher is mine
+
+
 def refused(rank: int) -> None:
     """Check that unsupported options are refused, and that a model without layers is unchanged."""
     megatron = importlib.import_module("epic.torch.megatron")
@@ -167,7 +180,7 @@ def refused(rank: int) -> None:
     assert megatron.use_epic(torch.nn.Linear(2, 2), max_tokens=16) is None
 
 
-@pytest.mark.parametrize("what", [uneven, in_flight, refused])
+@pytest.mark.parametrize("what", [uneven, in_flight, inference_optimized, refused])
 def test_among_processes(world: Any, what: Callable[[int], None]) -> None:
     """Run the test on every rank."""
     world.run(what)

@@ -201,4 +201,7 @@ def use_epic(
         layer.token_dispatcher = EpicTokenDispatcher(
             layer.num_local_experts, layer.local_expert_indices, config, groups, group
         )
+        if hasattr(layer, "_training_token_dispatcher"):
+            # With transformer_impl "inference_optimized", forward uses this dispatcher.
+            layer._training_token_dispatcher = layer.token_dispatcher
     return group
