@@ -130,12 +130,15 @@ def trained(rank: int) -> Any:
         return layer.w_down.detach().numpy()
 
 
-@pytest.mark.parametrize("kind", [tuple, torch.tensor, np.array])
+@pytest.mark.parametrize("kind", [tuple, list, torch.tensor, np.array])
 def test_forms_of_the_table(kind: Any) -> None:
     """Check that a module takes the table also as a tensor or an array."""
     wish = replace(WISH, layer=replace(WISH.layer, num_experts=12, num_logical=8))
     with epic.torch.Group(num_ranks=1, max_tokens=4, max_row_bytes=4096) as group:
-        layer = epic.torch.MoE(group, wish, logical_of_expert=kind(TWELVE))
+        table = kind(TWELVE)
+        layer = epic.torch.MoE(group, wish, logical_of_expert=table)
+        if kind is not tuple:
+            table[0] = 7  # the layer keeps its own copy
         assert list(layer.local_ids()) == TWELVE and layer.logical_of_expert is not None
         assert layer.logical_of_expert.tolist() == TWELVE
         assert all(

@@ -208,14 +208,16 @@ class MoE(nn.Module):
         tolist = getattr(given, "tolist", None)
         if tolist is not None:  # of a tensor or an array
             given = tolist()
-        self.replicas = None if isinstance(given, Placement) else given
+        self.replicas: list[int] | None = None
         if isinstance(given, Placement):
             given.check_layer(self.group, self.options.layer)
             self.placement = given
             self.logical_of_expert = given.logical_of_expert
             return
-        check_replicas(self.options, given or ())
         whose = tables_of(self.options.layer, None, given, like)[1]
+        if given is not None:
+            self.replicas = list(given)  # a copy, because the caller may change the list later
+        check_replicas(self.options, self.replicas or ())
         self.register_buffer("logical_of_expert", whose)
 
     def reset_parameters(self, seed: int | None = None) -> None:
