@@ -326,7 +326,7 @@ def test_no_names_of_c() -> None:
         for literal in re.findall(r'"((?:[^"\\\n]|\\.)* (?:[^"\\\n]|\\.)*)"', file.read_text()):
             said = to_python(literal)
             names = set(
-                re.findall(r"EPIC_\w+|epic_\w+|config\.\w+|\b(?:B?F16|F32|F64|E4M3)\b", said)
+                re.findall(r"\b(?:NULL|B?F16|F32|F64|E4M3)\b|EPIC_\w+|epic_\w+|config\.\w+", said)
             )
             wrong += [f"{file.name}: {said}"] if names - KEPT else []
     assert not wrong, "\n".join(wrong)
@@ -340,6 +340,9 @@ def test_values_as_python_has_them() -> None:
         epic.torch.Layer(8, 2, expert_capacity=4)
     with alone() as group, pytest.raises(EpicError, match="capacity"):
         epic.torch.plan(group, LAYER, IDS, capacity=3)
+    table = torch.zeros(3, TOP_K, dtype=torch.int32)
+    with alone() as group, pytest.raises(EpicArgumentError, match="token_ids is None and table is"):
+        epic.torch.moe(group, OPTIONS, X, WEIGHTS, table=table)
     bootstraps = epic.torch.threads(2)
 
     def run(rank: int) -> str:

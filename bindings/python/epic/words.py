@@ -44,6 +44,7 @@ PHRASES = {
     "EPIC_QUANTIZE_NONE": "None",
     "EPIC_QUANTIZE_1X128": "'1x128'",
     "EPIC_QUANTIZE_1X32": "'1x32'",
+    "NULL": "None",
     "tcp.": "Tcp's ",
     "bootstrap.gather": "bootstrap",
     "args.": "",
