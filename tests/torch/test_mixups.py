@@ -111,6 +111,14 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda g: epic.torch.dequantize(*E4M3_ROWS, torch.int32),
         "dtype is torch.int32: must be",
     ),
+    "e4m3 rows as bytes": (
+        lambda g: epic.torch.dequantize(E4M3_ROWS[0].view(torch.uint8), E4M3_ROWS[1], X.dtype),
+        "rows are torch.uint8 of shape",
+    ),
+    "an e4m3 row without others": (
+        lambda g: epic.torch.dequantize(E4M3_ROWS[0][0], E4M3_ROWS[1], X.dtype),
+        "of shape .*: must be torch.float8_e4m3fn of shape",
+    ),
     "logits as a list": (
         lambda g: epic.torch.route(epic.torch.Router(8, 2), [[0.0] * 8]),
         "logits is a list: must be a tensor",

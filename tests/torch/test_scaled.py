@@ -86,6 +86,8 @@ def test_refused() -> None:
         epic.torch.experts(options, torch.ones(4, HIDDEN), counts, counts, given)
     with pytest.raises(EpicArgumentError, match=r"w_down_scales is torch.uint8 of shape \[2, 200"):
         epic.torch.scaled(given._replace(w_down_scales=down_scales[:, :, 1:]))
+    with pytest.raises(EpicArgumentError, match=r"w_gate_up has the shape \[200, 288\]: must be"):
+        epic.torch.scaled(epic.torch.ExpertWeights(up[0].float().T, down.float()))
     with pytest.raises(EpicArgumentError, match="w_down_scales is None: must be"):
         epic.torch.unscaled(given._replace(w_down_scales=None), torch.float32)
     with pytest.raises(EpicArgumentError, match=r"w_gate_up is torch\.bfloat16"):

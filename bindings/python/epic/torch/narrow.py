@@ -122,6 +122,11 @@ def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1
     """
     check_tensor("rows", rows)
     check_tensor("scales", scales)
+    if rows.dtype != torch.float8_e4m3fn or rows.dim() != 2:
+        raise EpicArgumentError(
+            f"rows are {rows.dtype} of shape {list(rows.shape)}: must be torch.float8_e4m3fn of "
+            "shape [slots, hidden]; call view(torch.float8_e4m3fn) on bytes"
+        )
     if dtype not in ROW_TYPES:
         raise EpicArgumentError(f"dtype is {dtype!r}: must be {' or '.join(map(str, ROW_TYPES))}")
     size = check_scales(rows, scales, block)

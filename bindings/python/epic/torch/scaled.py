@@ -215,6 +215,10 @@ def scaled(weights: Weights) -> Weights:
         raise EpicArgumentError("weights are torch.float8_e4m3fn: must not be scaled already")
     for name in ("w_gate_up", "w_down"):
         check_floats(name, named[name])
+        if named[name].dim() != 3:
+            raise EpicArgumentError(
+                f"{name} has the shape {list(named[name].shape)}: must be [experts, n, m]"
+            )
     up, down = quantize_weight(named["w_gate_up"]), quantize_weight(named["w_down"])
     change = {"w_gate_up": up[0], "w_gate_up_scales": up[1]}
     change |= {"w_down": down[0], "w_down_scales": down[1]}
