@@ -5,6 +5,7 @@ import json
 import shutil
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,11 @@ def put(name: str, *shape: int) -> Callable[[dict[str, Any]], None]:
     return lambda state: state.update({name: torch.zeros(shape)})
 
 
+def move(name: str, new_name: str) -> Callable[[dict[str, Any]], None]:
+    """Return a change of a file that renames a tensor."""
+    return lambda state: state.update({new_name: state.pop(name)})
+
+
 LAYER = "model.layers.1.mlp"
 GATE = f"{LAYER}.experts.3.gate_proj.weight"
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
@@ -286,6 +292,12 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "an expert more": (
         put(f"{LAYER}.experts.8.gate_proj.weight", 24, 32),
         r"experts\.8\.gate_proj\.weight in .*model\.safetensors has no place",
+    ),
+    "an expert's number": (
+        move(
+            f"{LAYER}.experts.7.gate_proj.weight", f"{LAYER}.experts.8.gate_proj.weight"
+        ),
+        r"not contain .*experts\.7\.gate_proj\.weight: must .* 8 experts",
     ),
     "an expert's shape": (
         put(GATE, 25, 32), r"experts\.3\.gate_proj\.weight in .*model\.safetensors",
@@ -347,12 +359,17 @@ def test_wrong_files(tmp_path: Path) -> None:
         state.pop(sorted(state)[0])
         files.save_file(state, file)
 
+    def write_index(folder: Path, text: str) -> None:
+        (folder / loading.INDEX).write_text(text)
+
     def no_index(folder: Path) -> None:
         (folder / loading.INDEX).unlink()
 
     refused(lambda folder: second(folder).unlink(), r"model-00002-.* does not exist: must be")
     refused(cut, r"model-00002-.* cannot be read \(.*\): must be a complete safetensors file")
     refused(swap, r"model-00002-.* does not contain .*: must contain it, because model")
+    for text in ("{", "[]", "{}"):
+        refused(partial(write_index, text=text), r"index\.json cannot be read \(.*\): must be")
     refused(no_index, r"bad/model\.safetensors does not exist: must be")
 
 

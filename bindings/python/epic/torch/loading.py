@@ -67,7 +67,13 @@ class Checkpoint:
         self.opened: dict[Path, Any] = {}
         self.file_of: dict[str, Path] = {}
         index = self.folder / INDEX
-        named = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+        try:
+            named = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+        except (ValueError, KeyError, TypeError) as error:
+            raise EpicArgumentError(
+                f"{index} cannot be read ({type(error).__name__}: {error}): must be a JSON file "
+                "with a weight_map; write or download the folder again"
+            ) from error
         names = sorted(set(named.values())) or [SINGLE]
         for file in [self.folder / name for name in names]:
             if not file.is_file():
@@ -245,16 +251,16 @@ def check_each_expert(
             f"{checkpoint.folder} does not contain {pattern}: must contain it for {target}, "
             "because it contains other parts of this parameter"
         )
-    if len(names) == count:
+    wanted = [name_of_expert(names[0], expert) for expert in range(count)]
+    if set(names) == set(wanted):
         return
-    for expert in range(count):
-        name = name_of_expert(names[0], expert)
+    for name in wanted:
         if name not in names:
             raise EpicArgumentError(
                 f"{checkpoint.folder} does not contain {name}: must contain it, because the model "
                 f"has {count} experts"
             )
-    extra = next(n for n in names if n not in {name_of_expert(names[0], e) for e in range(count)})
+    extra = next(name for name in names if name not in wanted)
     raise EpicArgumentError(
         f"{extra} in {checkpoint.file_of[extra]} has no place in the model: must be one of {count} "
         "experts, as config.json describes the model"
