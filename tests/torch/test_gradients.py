@@ -245,6 +245,7 @@ def test_arguments() -> None:
         weight = nn.Parameter(torch.ones(2))
         with pytest.raises(EpicArgumentError, match="max_norm is -1"):
             epic.torch.clip_grad_norm_(weight, -1.0, group)
+        no_group: Any = None
         for wrong in (None, "x", [1.0]):
             wrong_number: Any = wrong
             with pytest.raises(EpicArgumentError, match=r"max_norm is .*: must be a number"):
@@ -253,6 +254,17 @@ def test_arguments() -> None:
                 epic.torch.clip_grad_norm_([], 1.0, group, wrong_number)
             with pytest.raises(EpicArgumentError, match=r"parameters is a .*: must be a Tensor"):
                 epic.torch.clip_grad_norm_(wrong_number, 1.0, group)
+        for call in (
+            lambda: epic.torch.clip_grad_norm_(weight, 1.0, no_group),
+            lambda: epic.torch.GradScaler(no_group),
+            lambda: epic.torch.count_labels(torch.ones(3), no_group),
+            lambda: epic.torch.restore_moe(nn.Linear(2, 2), no_group),
+            lambda: epic.torch.save_pretrained(nn.Linear(2, 2), "none", no_group),
+        ):
+            with pytest.raises(EpicArgumentError, match="group is a NoneType: must be a Group"):
+                call()
+        with pytest.raises(EpicArgumentError, match="labels is a list: must be a tensor"):
+            epic.torch.count_labels(wrong_number, group)
         with pytest.raises(EpicArgumentError, match="norm_type is 0"):
             epic.torch.clip_grad_norm_(weight, 1.0, group, 0.0)
         assert epic.torch.clip_grad_norm_(weight, 1.0, group).item() == 0

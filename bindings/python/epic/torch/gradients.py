@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from epic.errors import EpicArgumentError, EpicError
 from epic.options import check_kind
+from epic.torch.arguments import check_tensor
 from epic.torch.groups import Group
 from epic.torch.module import MoE
 from epic.torch.state import adapters_of_experts, is_of_experts
@@ -87,6 +88,7 @@ def clip_grad_norm_(
         >>> optimizer.step()
 
     """
+    check_kind("group", group, Group)
     max_norm = as_number("max_norm", max_norm)
     norm_type = as_number("norm_type", norm_type)  # "inf" is a number, as for torch
     if not max_norm >= 0:
@@ -257,6 +259,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, group: Group, device: str | None = None, **options: Any) -> None:
+        check_kind("group", group, Group)
         super().__init__(device or group.device.type, **options)
         self.group = group
 
@@ -308,6 +311,8 @@ def count_labels(
         >>> loss = losses / epic.torch.count_labels(labels, group)
 
     """
+    check_tensor("labels", labels)
+    check_kind("group", group, Group)
     mine = (labels != ignore_index).sum().to(group.device, torch.float64).reshape(1)
     total = sum_over_ranks(group, mine)
     if process_group is not None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from epic.errors import EpicUnsupportedError
+from epic.options import check_kind
 from epic.torch.adapters import adapt_block
 from epic.torch.families import (
     FAMILIES,
@@ -190,6 +191,7 @@ def check_restorable(model: nn.Module, group: Group) -> None:
             after replace_moe, or a rank has left the group.
         EpicArgumentError: fully_shard shards experts over ranks of the group.
     """
+    check_kind("group", group, Group)
     lost = sorted(set(range(group.num_ranks)) - set(group.members.ranks))
     if lost:
         raise EpicUnsupportedError(
