@@ -118,6 +118,11 @@ def check_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) ->
     return value
 
 
+def array_of(value: Any) -> Any:
+    """Return a number or a list of numbers as an array; None and all other values are unchanged."""
+    return jnp.asarray(value) if isinstance(value, list | int | float) else value
+
+
 def as_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) -> Any:
     """Return the value as an array of JAX, after check_array()."""
     return jnp.asarray(check_array(name, value, dtypes, *shapes))

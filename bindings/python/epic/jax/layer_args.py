@@ -12,7 +12,7 @@ from epic import invariance
 from epic.errors import EpicArgumentError
 from epic.jax import e4m3, placement, steps
 from epic.jax import router as routing
-from epic.jax.arrays import FLOATS, MATRICES, as_array, check_array, check_kind
+from epic.jax.arrays import FLOATS, INTEGERS, MATRICES, check_array, check_kind
 from epic.jax.experts import (
     ExpertWeights,
     check_weights,
@@ -140,25 +140,37 @@ def expert_weights_of(weights: MoeWeights, prefix: str = "") -> ExpertWeights:
     return ExpertWeights(*(getattr(weights, name) for name in SHARED_WEIGHTS))
 
 
-def as_forced(router: Router, forced: Any, x: Any) -> tuple[Any, Any]:
-    """Return forced ids [num_tokens, top_k] int32 and their weights or None, after checking them.
+def check_forced(router: Router, forced: Any, x: Any) -> Routing | None:
+    """Return forced as a Routing [..., top_k], after checking it; None stays None.
 
     x: the tokens [..., hidden] that the ids belong to.
     """
     if forced is None:
-        return None, None
+        return None
     parts = forced if isinstance(forced, tuple) else (forced, None)
     if len(parts) != 2:
         raise EpicArgumentError(
             f"forced is a tuple of {len(parts)}: must be ids, a tuple (ids, weights) or a Routing"
         )
-    ids, weights = parts
-    ids = routing.as_forced_ids(router, ids, x.shape[:-1])
-    if weights is None:
-        return ids, None
     shape = [*x.shape[:-1], ("top_k", router.top_k)]
-    weights = as_array("forced weights", weights, FLOATS, shape)
-    return ids, weights.reshape(ids.shape).astype(wide_dtype(x))
+    ids = check_array("forced ids", parts[0], INTEGERS, shape)
+    if parts[1] is None:
+        return Routing(ids)
+    return Routing(ids, check_array("forced weights", parts[1], FLOATS, shape))
+
+
+def as_forced(router: Router, forced: Any, x: Any) -> tuple[Any, Any]:
+    """Return forced ids [num_tokens, top_k] int32 and their weights or None, after checking them.
+
+    x: the tokens [..., hidden] that the ids belong to.
+    """
+    given = check_forced(router, forced, x)
+    if given is None:
+        return None, None
+    ids = routing.as_forced_ids(router, given.topk_idx, x.shape[:-1])
+    if given.weights is None:
+        return ids, None
+    return ids, jnp.asarray(given.weights).reshape(ids.shape).astype(wide_dtype(x))
 
 
 def promise_distinct(options: Moe, *given: Any) -> Moe:

@@ -19,12 +19,22 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from epic.errors import EpicArgumentError
-from epic.jax import e4m3, layer_args, placement, router, steps, tensor
+from epic.jax import e4m3, layer_args, placement, router, tensor
 from epic.jax import moe as layer
-from epic.jax.arrays import ANY_ROWS, FLOATS, INTEGERS, MATRICES, as_axes, check_array, check_kind
+from epic.jax.arrays import (
+    ANY_ROWS,
+    FLOATS,
+    INTEGERS,
+    MATRICES,
+    array_of,
+    as_axes,
+    check_array,
+    check_kind,
+)
 from epic.jax.groups import Group
-from epic.jax.layer_args import MoeOut, MoeWeights, Routing
+from epic.jax.layer_args import MoeOut, MoeWeights
 from epic.jax.sharded_steps import (
+    check_tables,
     combine,
     dispatch,
     dispatch_flat,
@@ -126,14 +136,20 @@ def load_everywhere(group: Group, loads: Any, axes: Axes) -> Any:
     return jax.tree.map(lambda load: jax.lax.psum(jnp.where(first, load, 0), axes), loads)
 
 
-def check_inputs(options: Moe, x: Any, token_ids: Any, table: Any, token_mask: Any) -> None:
-    """Raise an error if token_ids or token_mask do not have the dimensions of the tokens."""
+def check_inputs(
+    options: Moe, x: Any, token_ids: Any, table: Any, token_mask: Any
+) -> tuple[Any, Any, Any]:
+    """Return token_ids, table and token_mask as arrays, after checking them; None stays None.
+
+    token_ids and token_mask must have the dimensions of the tokens.
+    """
     dims = x.shape[:-1]
     if token_ids is not None:
-        check_array("token_ids", token_ids, INTEGERS, dims)
-    router.as_ids(token_ids, table, options.router.top_k, dims)
+        token_ids = check_array("token_ids", token_ids, INTEGERS, dims)
+    table = router.as_ids(token_ids, table, options.router.top_k, dims)[1]
     if token_mask is not None:
-        check_array("token_mask", token_mask, ("bool",), dims)
+        token_mask = check_array("token_mask", token_mask, ("bool",), dims)
+    return token_ids, table, token_mask
 
 
 def check_weights(
@@ -240,9 +256,8 @@ def moe(
     check_kind("group", group, Group)
     layer_args.check_parts(options, weights)
     x = check_array("x", x, FLOATS, (ANY_ROWS, ("hidden", options.experts.hidden)))
-    check_inputs(options, x, token_ids, table, token_mask)
-    layer_args.as_forced(options.router, forced, x)
-    forced = forced if forced is None or isinstance(forced, tuple) else Routing(forced)
+    token_ids, table, token_mask = check_inputs(options, x, token_ids, table, token_mask)
+    forced = layer_args.check_forced(options.router, forced, x)
     token_axes = group.token_axes if token_axes is None else token_axes
     if tensor_axis and token_axes is None:
         token_axes = tuple(a for a in mesh.axis_names if a != tensor_axis)
@@ -263,12 +278,13 @@ def moe(
             f"({options.sequence_tokens}) needs whole sequences on each device"
         )
     check_divisible(mesh, "x", x, spec)
-    steps.expert_tables(group, options.layer, rank_of_expert, logical_of_expert)
-    layer_args.check_replicas(options, logical_of_expert)
+    owners, logical = check_tables(group, options.layer, rank_of_expert, logical_of_expert)
+    layer_args.check_replicas(options, logical)
     if tensor_axis:
         tensor.check_tensor_axis(options, tensor_axis, mesh.shape[tensor_axis])
-    check_weights(group, options, x, weights, rank_of_expert)
-    if rank_of_expert is None and not placement.is_even(group, options.layer):
+    check_weights(group, options, x, weights, owners)
+    weights = MoeWeights(*map(array_of, weights))
+    if owners is None and not placement.is_even(group, options.layer):
         weights = placement.pad_weights(group, options.layer, weights)
     summed = (*group.axes, *loss_axes)
     replicas = tuple(a for a in groups_axes if a not in summed)
@@ -311,5 +327,5 @@ def moe(
         check_divisible(mesh, name, getattr(weights, name), where or P())
     ins = (spec, places_of, spec, P(), spec, spec, P(), P())
     outs = MoeOut(spec, P(), P(), P(groups_axes), P(), P(groups_axes), spec)
-    tables = (token_ids, table, token_mask, forced, rank_of_expert, logical_of_expert)
+    tables = (token_ids, table, token_mask, forced, owners, logical)
     return map_over_mesh(mesh, local, ins, outs)(x, weights, *tables)

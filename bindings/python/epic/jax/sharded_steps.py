@@ -16,7 +16,15 @@ from jax.sharding import PartitionSpec as P
 
 from epic.jax import dispatching, router, steps
 from epic.jax import experts as mlp
-from epic.jax.arrays import ANY_ROWS, FLOATS, INDICES, check_array, check_kind
+from epic.jax.arrays import (
+    ANY_ROWS,
+    FLOATS,
+    INDICES,
+    INTEGERS,
+    array_of,
+    check_array,
+    check_kind,
+)
 from epic.jax.groups import Group
 from epic.jax.token_specs import (
     TokenAxes,
@@ -39,6 +47,18 @@ def check_choices(options: Layer, topk_idx: Any, dims: Sequence[Any]) -> Any:
     """Return the choices [B, ..., top_k] after checking them."""
     shape = (*dims, ("top_k", options.top_k))
     return check_array("topk_idx", topk_idx, INDICES, shape)
+
+
+def check_tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list[Any]:
+    """Return rank_of_expert and logical_of_expert as arrays, after checking them.
+
+    None stays None.
+    """
+    steps.expert_tables(group, layer, owners, logical)
+    shape, found = [("num_experts", layer.num_experts)], []
+    for name, table in (("rank_of_expert", owners), ("logical_of_expert", logical)):
+        found.append(None if table is None else check_array(name, table, INTEGERS, shape))
+    return found
 
 
 def keep_token_axes(plan: steps.Plan, spec: P, hidden_axis: str | None) -> steps.Plan:
@@ -88,8 +108,8 @@ def plan(
     topk_idx = check_choices(options, topk_idx, (ANY_ROWS,))
     spec, axes = token_spec(mesh, group, token_axes, topk_idx.ndim)
     check_divisible(mesh, "topk_idx", topk_idx, spec)
-    steps.expert_tables(group, options, rank_of_expert, logical_of_expert)
-    count = steps.max_local_experts(group, options, rank_of_expert, num_local_experts)
+    tables = check_tables(group, options, rank_of_expert, logical_of_expert)
+    count = steps.max_local_experts(group, options, tables[0], num_local_experts)
 
     def local(chosen: Any, owners: Any, logical: Any) -> steps.Plan:
         placing = {"rank_of_expert": owners, "logical_of_expert": logical}
@@ -97,7 +117,7 @@ def plan(
         return steps.plan(group, options, chosen, **placing, **more)
 
     run = map_over_mesh(mesh, local, (spec, P(), P()), P(axes))
-    return keep_token_axes(run(topk_idx, rank_of_expert, logical_of_expert), spec, None)
+    return keep_token_axes(run(topk_idx, *tables), spec, None)
 
 
 def plan_dispatch(
@@ -167,8 +187,8 @@ def plan_dispatch(
         weights = check_array("weights", weights, FLOATS, dims)
     rows, choices, slots, own = rows_specs(mesh, group, token_axes, tokens.ndim, hidden_axis)
     check_divisible(mesh, "tokens", tokens, rows)
-    steps.expert_tables(group, options, rank_of_expert, logical_of_expert)
-    count = steps.max_local_experts(group, options, rank_of_expert, num_local_experts)
+    tables = check_tables(group, options, rank_of_expert, logical_of_expert)
+    count = steps.max_local_experts(group, options, tables[0], num_local_experts)
 
     def local(chosen: Any, x: Any, w: Any, owners: Any, logical: Any) -> Any:
         placing = {"rank_of_expert": owners, "logical_of_expert": logical}
@@ -176,7 +196,6 @@ def plan_dispatch(
         return dispatching.plan_dispatch(group, options, chosen, x, w, **placing, **more)
 
     ins, outs = (choices, rows, choices, P(), P()), (own, slots, own)
-    tables = (rank_of_expert, logical_of_expert)
     run = map_over_mesh(mesh, local, ins, outs)
     found, recv, slot_weights = run(topk_idx, tokens, weights, *tables)
     return keep_token_axes(found, choices, hidden_axis), recv, slot_weights
@@ -220,17 +239,23 @@ def send(
 
     """
     rows, choices, slots, own = specs_of_plan(mesh, plan, *where)
-    check_array("tokens", arrays[0], dispatching.ROW_TYPES, (ANY_ROWS, "hidden"))
-    check_divisible(mesh, "tokens", arrays[0], rows)
-    check_divisible(mesh, "weights", arrays[1], choices)
-    check_divisible(mesh, "scales", arrays[2], rows)
+    tokens = check_array("tokens", arrays[0], dispatching.ROW_TYPES, (ANY_ROWS, "hidden"))
+    weights, scales = arrays[1], array_of(arrays[2])
+    if weights is not None:
+        shape = (ANY_ROWS, ("top_k", plan.spec.layer.top_k))
+        weights = check_array("weights", weights, FLOATS, shape)
+    check_divisible(mesh, "tokens", tokens, rows)
+    check_divisible(mesh, "weights", weights, choices)
+    check_divisible(mesh, "scales", scales, rows)
 
     def local(plan: steps.Plan, tokens: Any, weights: Any, scales: Any) -> Any:
         with_scales = {} if scales is None else {"scales": scales}
         return function(plan, tokens, weights, **with_scales, **more)
 
     outs = (slots,) * num_rows + (own,) * num_own
-    return map_over_mesh(mesh, local, (own, rows, choices, rows), outs)(plan, *arrays)
+    return map_over_mesh(mesh, local, (own, rows, choices, rows), outs)(
+        plan, tokens, weights, scales
+    )
 
 
 def dispatch(
@@ -502,9 +527,14 @@ def experts(
     check_kind("options", options, Experts)
     check_kind("weights", weights, mlp.ExpertWeights)
     own = P(token_spec(mesh, group, token_axes, MOST_DIMS)[1])
+    rows, slot_weights = map(array_of, (rows, slot_weights))
+    counts = ["local experts of all devices"]
+    expert_rows = check_array("expert_rows", expert_rows, INTEGERS, counts)
+    expert_tokens = check_array("expert_tokens", expert_tokens, INTEGERS, counts)
     named = {"rows": rows, "expert_rows": expert_rows, "expert_tokens": expert_tokens}
     for name, x in {**named, "slot_weights": slot_weights}.items():
         check_divisible(mesh, name, x, own)
+    weights = mlp.ExpertWeights(*map(array_of, weights))
     expert_spec = P(group.axes)
     for name, w in weights._asdict().items():
         check_divisible(mesh, name, w, expert_spec)
@@ -568,6 +598,13 @@ def route(
     logits = check_array("logits", logits, FLOATS, (ANY_ROWS, columns))
     spec, _ = token_spec(mesh, group, token_axes, logits.ndim)
     check_divisible(mesh, "logits", logits, spec)
+    dims = logits.shape[:-1]
+    table = router.as_ids(token_ids, table, options.top_k, dims)[1]
+    if token_ids is not None:
+        token_ids = check_array("token_ids", token_ids, INTEGERS, dims, ["num_tokens"])
+    if forced is not None:
+        shape = (*dims, ("top_k", options.top_k))
+        forced = check_array("forced ids", forced, INTEGERS, shape)
     check_divisible(mesh, "token_ids", token_ids, spec)
     check_divisible(mesh, "forced ids", forced, spec)
 

@@ -274,12 +274,13 @@ def num_slots(group: Group, layer: Layer, capacity: Any) -> int:
 
 
 def max_experts_per_rank(group: Group, table: Any) -> int:
-    """Return the largest number of experts of a rank in a table that is not traced.
+    """Return the largest number of experts of a rank in a table that is not traced, at least 1.
 
     Invalid ranks do not count here; the core reports them as errors.
     """
     ranks = np.asarray(table)
-    return int(np.bincount(ranks[(ranks >= 0) & (ranks < group.num_ranks)], minlength=1).max())
+    most = np.bincount(ranks[(ranks >= 0) & (ranks < group.num_ranks)], minlength=1).max()
+    return max(1, int(most))
 
 
 def max_local_experts(group: Group, layer: Layer, rank_of_expert: Any, given: int | None) -> int:
