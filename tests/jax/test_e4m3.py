@@ -66,6 +66,18 @@ def test_rounding(dtype: str) -> None:
     check_rounded(tokens, rows, row_scales, (1, 128))
 
 
+@pytest.mark.parametrize("size", [1e-40, 2e-38, 5e-36, 1e-35])
+def test_blocks_of_tiny_numbers(size: float) -> None:
+    """The zeros of a block stay zeros, also if CPUs round its scale to 0."""
+    w = jnp.zeros((1, 128, 128)).at[0, 0, 0].set(size)
+    for scaled in (epic.jax.scaled, jax.jit(epic.jax.scaled)):
+        found = epic.jax.unscaled(scaled(epic.jax.ExpertWeights(w, w)), jnp.float32).w_down
+        assert abs(float(found[0, 0, 0]) - size) <= size
+        assert int((found == 0).sum()) >= found.size - 1
+    rows, _ = jax.jit(e4m3.quantize_rows)(w[0])
+    assert int((rows.astype(jnp.float32) == 0).sum()) >= rows.size - 1
+
+
 def test_every_tie() -> None:
     """Numbers next to e4m3 numbers and halfway between them are rounded to nearest even."""
     every = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)

@@ -49,12 +49,14 @@ def expand_scales(scales: Any, *shape: int) -> Any:
 
 
 def scale_for(largest: Any) -> Any:
-    """Return the scale of blocks by their largest magnitudes, which it maps to 448; 1 for zeros.
+    """Return the scale of blocks by their largest magnitudes, which it maps to 448.
 
+    It is 1 for zeros, and for blocks that are so small that the processor rounds their scale to 0.
     The last bit may differ from that of a scale that dispatch computes, because XLA replaces the
     division by a multiplication.
     """
-    return jnp.where(largest == 0, 1.0, largest / LARGEST)
+    scale = largest / LARGEST
+    return jnp.where(scale == 0, 1.0, scale)
 
 
 def as_e4m3(x: Any) -> Any:
