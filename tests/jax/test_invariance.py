@@ -355,3 +355,27 @@ def test_refused(opened: Any) -> None:
     tables["logical_of_expert"] = np.arange(16, dtype=np.int32) % 8
     with pytest.raises(refused, match="is 0 for experts 0 and 8: with invariant=True replicas"):
         epic.jax.check_invariance(mesh, group, replicas, placed, **tables)
+
+
+@pytest.mark.parametrize("axes", [("ep",), P("dp", "ep")], ids=["fewer axes", "two dimensions"])
+def test_groups_with_token_axes(opened: Any, axes: Any) -> None:
+    """check_invariance spreads its tokens over all devices, whatever token_axes the group has."""
+    mesh = make_mesh(2)
+    plain = opened(mesh, name="plain", max_tokens=2)
+    group = opened(mesh, name="other", max_tokens=2, token_axes=axes)
+    reports = [
+        epic.jax.check_invariance(mesh, g, options_of(), weights_of("float32"))
+        for g in (plain, group)
+    ]
+    assert reports[0] == reports[1]
+
+
+def test_wrong_classes_in_check_invariance(opened: Any) -> None:
+    """A wrong mesh, group, layer or wrong weights raise an error that names the argument."""
+    mesh = line_of(1)
+    right = {"mesh": mesh, "group": opened(mesh), "options": options_of()}
+    right |= {"weights": weights_of("float32")}
+    for name in right:
+        call: Any = epic.jax.check_invariance
+        with pytest.raises(epic.jax.EpicArgumentError, match=f"{name} is a str: must be a"):
+            call(**right | {name: "x"})

@@ -21,8 +21,9 @@ from epic.invariance import (
     hash_rows,
 )
 from epic.jax import sharded
+from epic.jax.arrays import check_kind
 from epic.jax.groups import Group
-from epic.jax.layer_args import MoeWeights
+from epic.jax.layer_args import MoeWeights, check_parts
 from epic.options import Moe, Router
 
 SHARED = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
@@ -57,6 +58,7 @@ class Probe:
     ) -> None:
         self.mesh, self.group, self.weights, self.tables = mesh, group, weights, tables
         self.grouped_gemm = grouped_gemm
+        self.axes = tuple(mesh.axis_names)  # also if the group has other token_axes
         # No losses, because their gradients depend on all tokens.
         self.options = replace(options, balance_coeff=0.0, z_coeff=0.0, sequence_tokens=0)
         rows, gradients = draw_pool(most, options.experts.hidden)
@@ -69,12 +71,12 @@ class Probe:
 
     def place(self, values: np.ndarray) -> Any:
         """Return the global array of tokens, spread over the mesh, that every process has whole."""
-        sharding = NamedSharding(self.mesh, PartitionSpec(tuple(self.mesh.axis_names)))
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.axes))
         return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
     def run(self, options: Moe, x: Any, weights: Any, **more: Any) -> Any:
         """Run the layer over the mesh."""
-        more |= {**self.tables, "grouped_gemm": self.grouped_gemm}
+        more |= {**self.tables, "grouped_gemm": self.grouped_gemm, "token_axes": self.axes}
         return sharded.moe(self.mesh, self.group, options, x, weights, **more)
 
     def run_layer(self, x: Any, ct: Any, weights: Any) -> Any:
@@ -101,7 +103,13 @@ class Probe:
     def run_travel(self, x: Any, ids: Any) -> Any:
         """Return the rows x after they were sent to the experts in ids and back."""
         plan, rows, _ = sharded.plan_dispatch(
-            self.mesh, self.group, self.options.layer, ids, x, **self.tables
+            self.mesh,
+            self.group,
+            self.options.layer,
+            ids,
+            x,
+            token_axes=self.axes,
+            **self.tables,
         )
         return sharded.combine(self.mesh, plan, rows)
 
@@ -186,6 +194,9 @@ def check_invariance(
         True
 
     """
+    check_kind("mesh", mesh, Mesh)
+    check_kind("group", group, Group)
+    check_parts(options, weights)
     devices, sizes = mesh.devices.size, batch_sizes(group.max_tokens)
     kind = weights.w_gate_up.dtype if dtype is None else dtype
     tables = {"rank_of_expert": rank_of_expert, "logical_of_expert": logical_of_expert}
