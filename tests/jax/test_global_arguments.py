@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import epic.jax
-from conftest import line_of
+from conftest import line_of, make_mesh
 from epic.jax import ExpertWeights, Moe, MoeWeights
 
 K, E, H, INNER = 2, 8, 16, 12
@@ -81,3 +81,34 @@ def test_lists_in_place_of_global_arrays(opened: Any) -> None:
     route = partial(sharded.route, mesh, ROUTER, jnp.zeros((2, E)), group=group)
     assert route(forced=table)[0].tolist() == table
     assert route(token_ids=[1, 0], table=table)[0].tolist() == table[::-1]
+
+
+def test_axes_and_classes_of_global_calls(opened: Any) -> None:
+    """Arguments that global arrays do not allow, and wrong classes, are named in an error."""
+    mesh, sharded, x = make_mesh(2), epic.jax.sharded, jnp.ones((4, H))
+    group, options = opened(mesh), Moe.of(num_experts=E, top_k=K, hidden=H, inner=INNER)
+    w = MoeWeights(jnp.ones((H, E)), jnp.ones((E, H, 2 * INNER)), jnp.ones((E, INNER, H)))
+    plan = sharded.plan(mesh, group, LAYER, jnp.zeros((4, K), jnp.int32))
+    call: Any = sharded
+    for run, text in (
+        (
+            lambda: epic.jax.moe(group, options, x, w, scatter_tokens=True),
+            "scatter_tokens is given",
+        ),
+        (
+            lambda: call.moe(mesh, group, options, x, w, token_axes=("ep",), fsdp_axes=("dp",)),
+            "fsdp_axes contains 'dp': must contain only axes in token_axes",
+        ),
+        (lambda: call.sum(mesh, "x", x), "group is a str: must be a Group"),
+        (lambda: call.sum_replicas("x", plan, x), "mesh is a str: must be a Mesh"),
+    ):
+        with pytest.raises(epic.jax.EpicArgumentError, match=text):
+            run()
+
+
+@pytest.mark.parametrize("wrong", [None, {}, (1, 2)], ids=["None", "dict", "tuple"])
+def test_classes_of_scaled_weights(wrong: Any) -> None:
+    """Weights of another class are named in an error."""
+    for run in (epic.jax.scaled, partial(epic.jax.unscaled, dtype=jnp.float32)):
+        with pytest.raises(epic.jax.EpicArgumentError, match="must be an ExpertWeights"):
+            run(wrong)

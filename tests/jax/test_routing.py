@@ -298,6 +298,10 @@ def test_nnx(opened: Any) -> None:
     run = nnx.jit(lambda model, x: model(x)[0])
     out = run(model, x)
     assert not nnx.state(model, Routed)
+    model.set_attributes(replay_routing=True)
+    with pytest.raises(epic.jax.EpicArgumentError, match="replay_routing is True and the block"):
+        model(x)
+    model.set_attributes(replay_routing=False)
     model.set_attributes(record_routing=True)
     assert np.array_equal(run(model, x), out)
     assert model.topk_idx[...].shape == (4, 4, TOP_K)

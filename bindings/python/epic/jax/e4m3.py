@@ -132,6 +132,14 @@ def multiply_mx(x: Any, scales: Any) -> Any:
     return jnp.where(wide == 255, jnp.nan, found)
 
 
+def check_weights_class(weights: Any) -> None:
+    """Raise an error if the weights are neither ExpertWeights nor MoeWeights."""
+    if not set(SCALES) <= set(getattr(weights, "_fields", ())):
+        raise EpicArgumentError(
+            f"weights is a {type(weights).__name__}: must be an ExpertWeights or MoeWeights"
+        )
+
+
 def unscaled(weights: Weights, dtype: Any) -> Weights:
     """Return weights in e4m3 as weights of a float type, which every group computes with.
 
@@ -160,6 +168,7 @@ def unscaled(weights: Weights, dtype: Any) -> Weights:
         True
 
     """
+    check_weights_class(weights)
     named = weights._asdict()  # type: ignore[attr-defined]
     if jnp.dtype(dtype).name not in FLOATS[:-1]:
         kinds = " or ".join(FLOATS[:-1])
@@ -206,6 +215,7 @@ def scaled(weights: Weights) -> Weights:
         ('float8_e4m3fn', (2, 512, 256), (2, 4, 2))
 
     """
+    check_weights_class(weights)
     if has_mx_scales(weights._asdict()):  # type: ignore[attr-defined]
         weights = unscaled(weights, jnp.float32)
     named = weights._asdict()  # type: ignore[attr-defined]

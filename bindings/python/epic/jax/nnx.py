@@ -8,6 +8,7 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import Mesh
 
+from epic.errors import EpicArgumentError
 from epic.jax import block
 from epic.jax.block import AxisNames, Biases, Initializer, logical_rules
 from epic.jax.gemm import GroupedGemm
@@ -169,6 +170,11 @@ class MoEBlock(nnx.Module):
     ) -> MoeOut:
         """Run the layer; return its MoeOut, which also has the load and the demand."""
         if forced is None and self.replay_routing:
+            if not hasattr(self, "topk_idx"):
+                raise EpicArgumentError(
+                    "replay_routing is True and the block has no recorded ids: must be False until "
+                    "a call with record_routing=True has stored them"
+                )
             forced = self.topk_idx[...]
         tokens: dict[str, Any] = {"token_ids": token_ids, "table": table}
         tokens |= {"token_mask": token_mask, "forced": forced, "capacity_limit": capacity_limit}

@@ -254,6 +254,11 @@ def moe(
     """
     check_kind("mesh", mesh, Mesh)
     check_kind("group", group, Group)
+    if "scatter_tokens" in more:
+        raise EpicArgumentError(
+            "scatter_tokens is given and the arrays are global: must be left out; pass token_axes "
+            "with tensor_axis in it to scatter the tokens over tensor_axis"
+        )
     layer_args.check_parts(options, weights)
     x = check_array("x", x, FLOATS, (ANY_ROWS, ("hidden", options.experts.hidden)))
     token_ids, table, token_mask = check_inputs(options, x, token_ids, table, token_mask)
@@ -266,6 +271,12 @@ def moe(
     check_axes(mesh, group.axes, fsdp_axes=fsdp_axes, tensor_axis=tensor_axis)
     scatter = tensor_axis in axes  # the layer gathers the tokens of this axis
     groups_axes = tuple(a for a in axes if a != tensor_axis)
+    for axis in fsdp_axes:
+        if axis not in axes and mesh.shape[axis] > 1:
+            raise EpicArgumentError(
+                f"fsdp_axes contains {axis!r}: must contain only axes in token_axes, {spec}; put "
+                "the axis in token_axes, or do not shard the weights over it"
+            )
     for axis in loss_axes:
         if axis not in groups_axes:
             raise EpicArgumentError(

@@ -62,6 +62,7 @@ def sum(
         ((1, 3), True)
 
     """
+    check_kind("group", group, Group)
     x = as_array("x", x, ("float32",), (ANY_ROWS, "any"), ["any"])
     given = group.token_axes if token_axes is None else token_axes
     if isinstance(given, P):
@@ -97,8 +98,8 @@ def sum_replicas(mesh: Mesh, plan: steps.Plan, x: Any) -> Any:
     check_kind("plan", plan, steps.Plan)
     group, spec = plan.spec.group, plan.spec
     x = as_array("x", x, FLOATS, (ANY_ROWS, "any"), ["any"])
-    check_divisible(mesh, "x", x, P(group.axes))
     axes = token_spec(mesh, group, spec.token_axes, len(spec.token_dims) + 1)[1]
+    check_divisible(mesh, "x", x, P(group.axes))
     own = P((*axes, spec.hidden_axis) if spec.hidden_axis else axes)
     experts = P(group.axes)
     # All groups have the same sums, because their x are equal.
