@@ -197,12 +197,14 @@ cudaError_t cudaSetDevice(int device)
 
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device)
 {
+    const char *shared = getenv("EMULATED_SHARED");
     if (device < 0 || device >= num_devices()) return cudaErrorInvalidDevice;
     memset(properties, 0, sizeof *properties);
     snprintf(properties->name, sizeof properties->name, "a GPU of threads");
     properties->uuid.bytes[0] = (char)(device + 1);
     properties->major = 9;
     properties->multiProcessorCount = num_sms();
+    properties->sharedMemPerBlockOptin = shared ? (size_t)atoi(shared) : 227 << 10;
     return cudaSuccess;
 }
 

@@ -15,9 +15,10 @@
  * possible, and approximate functions differ in the last bits. It cannot show the effects of
  * caches and weak memory (except fences.c), nor times.
  *
- * Environment variables: EMULATED_GPUS (1), EMULATED_SMS (132) per GPU, EMULATED_SEED of the
- * random choices; EMULATED_LATE (0), the largest number of milliseconds, below 1000, by which
- * some stores are late (fences.c); EMULATED_FABRIC and EMULATED_IMEX, described in fabric.c;
+ * Environment variables: EMULATED_GPUS (1), EMULATED_SMS (132) per GPU, EMULATED_SHARED
+ * (227 KB), the shared memory of a thread block; EMULATED_SEED of the random choices;
+ * EMULATED_LATE (0), the largest number of milliseconds, below 1000, by which some stores are
+ * late (fences.c); EMULATED_FABRIC and EMULATED_IMEX, described in fabric.c;
  * CUDA_LAUNCH_BLOCKING has CUDA's meaning. */
 #ifndef EPIC_EMULATOR_H
 #define EPIC_EMULATOR_H

@@ -15,6 +15,9 @@
 #define LEAST_HEAP (4 << 20)
 #define MOST_TOKENS (1 << 20) /* largest config.max_tokens */
 #define MOST_SMS 65536        /* larger than the number of SMs of any device */
+/* Shared memory that a thread block of Hopper may use. The matrix products of experts use 225
+ * KB, and the planner up to 209 KB, if choices are dropped or experts have replicas. */
+#define LEAST_SHARED_BYTES (227 << 10)
 
 p2p_heap p2p_heap_for(const epic_config *config)
 {
@@ -115,10 +118,12 @@ epic_result p2p_group_device(epic_group *g, p2p_gpu *gpu)
     struct cudaDeviceProp properties;
     TRY(p2p_cuda(cudaGetDevice(&g->device), "the current device"));
     TRY(p2p_cuda(cudaGetDeviceProperties(&properties, g->device), "the current device"));
-    if (properties.major < 8)
-        return epic_fail(EPIC_ENOTSUP,
-                         "device %d (%s): compute capability is %d.%d: must be at least 8.0",
-                         g->device, properties.name, properties.major, properties.minor);
+    if (properties.sharedMemPerBlockOptin < LEAST_SHARED_BYTES)
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "device %d (%s): a thread block has at most %zu bytes of shared memory: "
+            "must have at least %d, as on H100, H200 and B200; use such a GPU",
+            g->device, properties.name, properties.sharedMemPerBlockOptin, LEAST_SHARED_BYTES);
     TRY(p2p_cuda(cudaStreamCreateWithFlags(&g->side, cudaStreamNonBlocking), "a stream"));
     g->bulk = properties.major >= 9;
     memcpy(gpu->device, properties.uuid.bytes, sizeof gpu->device);

@@ -56,6 +56,7 @@ struct cudaDeviceProp {
         char bytes[16];
     } uuid;
     int major, minor, multiProcessorCount;
+    size_t sharedMemPerBlockOptin;
 };
 
 struct cudaPointerAttributes {
