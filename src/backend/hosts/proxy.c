@@ -459,18 +459,21 @@ static bool are_idle(const hosts_proxy *p, const seat_set *hosts)
     return true;
 }
 
-/* Waits until the messages to all `hosts` are sent, at most MESSAGE_TIMEOUT_MS. */
-static void wait_for_messages(const hosts_proxy *p, const seat_set *hosts)
+/* Requests the message to each host in `left` whose earlier message is sent, and removes these
+ * hosts from `left`. */
+static void request_messages(hosts_proxy *p, seat_set *left, uint64_t at, uint32_t bytes)
 {
-    for (int i = 0; i < MESSAGE_TIMEOUT_MS * 10 && !are_idle(p, hosts); i++) nap_us(100);
-}
-
-static void request_message(message *m, uint64_t at, uint32_t bytes)
-{
-    if (!is_idle(m)) return;
-    m->at = at;
-    m->bytes = bytes;
-    __atomic_store_n(&m->state, MESSAGE_REQUESTED, __ATOMIC_RELEASE);
+    seat_set requested = {0};
+    for (int h = 0; h < p->setup.num_hosts; h++) {
+        message *m = &p->messages[h];
+        if (!seat_set_has(left, h) || !is_idle(m)) continue;
+        m->at = at;
+        m->bytes = bytes;
+        __atomic_store_n(&m->state, MESSAGE_REQUESTED, __ATOMIC_RELEASE);
+        seat_set_add(&requested, h);
+    }
+    seat_set_subtract(left, &requested);
+    if (seat_set_count(&requested)) hosts_proxy_wake(p);
 }
 
 /* Withdraws a message that is not posted yet. */
@@ -484,12 +487,14 @@ static void withdraw_message(message *m)
 void hosts_proxy_send(hosts_proxy *p, const seat_set *hosts, uint64_t at, uint32_t bytes)
 {
     /* each host has its own message, so a host that does not receive delays no other host */
+    seat_set left = *hosts;
     pthread_mutex_lock(&p->mutex);
-    wait_for_messages(p, hosts);
-    for (int h = 0; h < p->setup.num_hosts; h++)
-        if (seat_set_has(hosts, h)) request_message(&p->messages[h], at, bytes);
-    hosts_proxy_wake(p);
-    wait_for_messages(p, hosts);
+    request_messages(p, &left, at, bytes);
+    for (int i = 0; i < MESSAGE_TIMEOUT_MS * 10; i++) {
+        if (seat_set_count(&left) == 0 && are_idle(p, hosts)) break;
+        nap_us(100);
+        request_messages(p, &left, at, bytes);
+    }
     for (int h = 0; h < p->setup.num_hosts; h++)
         if (seat_set_has(hosts, h)) withdraw_message(&p->messages[h]);
     pthread_mutex_unlock(&p->mutex);

@@ -37,8 +37,8 @@ epic_result hosts_proxy_open(hosts_proxy **out, const hosts_proxy_setup *setup);
 
 /* Sends `bytes` bytes from offset `at` of the outbox to the same offset of the inboxes of other
  * hosts: to all at the same time, and to each host after all earlier puts to it are done.
- * Returns when the bytes are sent, or after at most twice MESSAGE_TIMEOUT_MS (proxy.c). Any
- * thread may call this function. Concurrent calls run one after the other. */
+ * Returns when the bytes are sent, or after about MESSAGE_TIMEOUT_MS (proxy.c). Any thread may
+ * call this function. Concurrent calls run one after the other. */
 void hosts_proxy_send(hosts_proxy *proxy, const seat_set *hosts, uint64_t at, uint32_t bytes);
 
 /* Wakes the proxy thread. Called when an operation starts, by any thread. */
