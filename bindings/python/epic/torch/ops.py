@@ -185,7 +185,7 @@ def check_classes(function: Any, given: dict[str, Any]) -> None:
         kinds = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
         if x is None and types.NoneType in kinds:
             continue
-        kind = kinds[0]  # all other elements are None, because of the next condition
+        kind = kinds[0]  # the next line leaves out annotations with more classes
         if set(kinds[1:]) - {types.NoneType}:
             continue
         if kind is Tensor:
