@@ -15,15 +15,17 @@ typedef struct task {
     size_t bytes;
     int value;
     void *owned; /* the kernel's arguments, or the data to copy */
+    uint64_t number; /* tasks of all streams are numbered from 1 in the order of enqueue_task() */
     struct task *next;
 } task;
 
 typedef struct emulator_stream {
     pthread_t thread;
-    /* signalled when its thread gets a task, and when the thread becomes idle */
-    pthread_cond_t given, idle;
+    /* signalled when its thread gets a task, and when the thread has ended one */
+    pthread_cond_t given, ended;
     task *first, **end;
-    bool busy, closed;
+    uint64_t running; /* number of the task that its thread performs; 0: none */
+    bool closed;
     int device;
     struct emulator_graph *captured; /* not NULL: tasks are added to this graph */
     struct emulator_stream *next;
@@ -35,7 +37,7 @@ typedef struct emulator_graph {
 } graph;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards all streams */
-static pthread_cond_t any_idle = PTHREAD_COND_INITIALIZER;
+static uint64_t num_tasks; /* number of tasks that all streams have got */
 static stream *streams;
 static stream *defaults[MAX_DEVICES];
 /* for each device, the number of copies to pageable memory that threads wait for; guarded by
@@ -104,15 +106,13 @@ static void *be_stream(void *self)
         s->first = t->next;
         if (!s->first) s->end = &s->first;
         t->next = NULL;
-        s->busy = true;
+        s->running = t->number;
         pthread_mutex_unlock(&mutex);
         run_task(t, s->device);
         free_tasks(t);
         pthread_mutex_lock(&mutex);
-        s->busy = false;
-        if (s->first) continue;
-        pthread_cond_broadcast(&s->idle);
-        pthread_cond_broadcast(&any_idle);
+        s->running = 0;
+        pthread_cond_broadcast(&s->ended);
     }
     pthread_mutex_unlock(&mutex);
     return NULL;
@@ -125,7 +125,7 @@ static stream *open_stream(int device)
     s->device = device;
     s->end = &s->first;
     pthread_cond_init(&s->given, NULL);
-    pthread_cond_init(&s->idle, NULL);
+    pthread_cond_init(&s->ended, NULL);
     if (pthread_create(&s->thread, NULL, be_stream, s)) emulator_die("no thread for a stream");
     pthread_mutex_lock(&mutex);
     s->next = streams;
@@ -149,10 +149,21 @@ static stream *stream_of(cudaStream_t given)
     return s;
 }
 
-static void finish_task(stream *s)
+/* Returns true if the stream has not ended all its tasks up to number `last`. The caller holds
+ * the mutex. */
+static bool has_earlier_task(const stream *s, uint64_t last)
+{
+    const uint64_t oldest = s->running ? s->running : s->first ? s->first->number : last + 1;
+    return oldest <= last;
+}
+
+/* Waits until the stream has ended the tasks that it has now. Like CUDA, does not wait for
+ * tasks that it gets later. */
+static void finish_tasks(stream *s)
 {
     pthread_mutex_lock(&mutex);
-    while (s->first || s->busy) pthread_cond_wait(&s->idle, &mutex);
+    const uint64_t last = num_tasks;
+    while (has_earlier_task(s, last)) pthread_cond_wait(&s->ended, &mutex);
     pthread_mutex_unlock(&mutex);
 }
 
@@ -162,25 +173,31 @@ static void enqueue_task(stream *s, task *t)
     pthread_mutex_lock(&mutex);
     const bool captured = s->captured != NULL;
     task ***end = captured ? &s->captured->end : &s->end;
+    t->number = ++num_tasks;
     **end = t;
     *end = &t->next;
     pthread_cond_signal(&s->given);
     pthread_mutex_unlock(&mutex);
-    if (!captured && getenv("CUDA_LAUNCH_BLOCKING")) finish_task(s);
+    if (!captured && getenv("CUDA_LAUNCH_BLOCKING")) finish_tasks(s);
 }
 
-/* The caller holds the mutex. */
-static bool any_busy(int device)
+/* Returns a stream of the device that has not ended all its tasks up to number `last`, or NULL.
+ * The caller holds the mutex. */
+static stream *stream_with_earlier_task(int device, uint64_t last)
 {
-    for (const stream *s = streams; s; s = s->next)
-        if (s->device == device && (s->first || s->busy)) return true;
-    return false;
+    for (stream *s = streams; s; s = s->next)
+        if (s->device == device && has_earlier_task(s, last)) return s;
+    return NULL;
 }
 
+/* Waits until all streams of the device have ended the tasks that they have now. A stream that
+ * is closed meanwhile has ended all its tasks. */
 void finish_streams(int device)
 {
     pthread_mutex_lock(&mutex);
-    while (any_busy(device)) pthread_cond_wait(&any_idle, &mutex);
+    const uint64_t last = num_tasks;
+    for (stream *s; (s = stream_with_earlier_task(device, last));)
+        pthread_cond_wait(&s->ended, &mutex);
     pthread_mutex_unlock(&mutex);
 }
 
@@ -202,14 +219,14 @@ cudaError_t cudaStreamDestroy(cudaStream_t given)
     pthread_mutex_unlock(&mutex);
     pthread_join(given->thread, NULL);
     pthread_cond_destroy(&given->given);
-    pthread_cond_destroy(&given->idle);
+    pthread_cond_destroy(&given->ended);
     free(given);
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t given)
 {
-    finish_task(stream_of(given));
+    finish_tasks(stream_of(given));
     return cudaSuccess;
 }
 
@@ -257,7 +274,7 @@ static void finish_copy(stream *s)
     pthread_mutex_lock(&mutex);
     waiting_copies[s->device]++;
     pthread_mutex_unlock(&mutex);
-    finish_task(s);
+    finish_tasks(s);
     pthread_mutex_lock(&mutex);
     if (!--waiting_copies[s->device]) pthread_cond_broadcast(&copies_done);
     pthread_mutex_unlock(&mutex);
