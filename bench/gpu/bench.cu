@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Times single operations of the p2p backend. The time of a repetition is that of the slowest
+/* Times single operations of the p2p backend. gpu_bench_many is the same program with the
+ * library for many ranks, in which up to 32 ranks can share one GPU. The time of a repetition is that of the slowest
  * rank. Prints the median over the repetitions (p50), the time that nine in ten repetitions
  * stay below (p90) and the longest time (worst), together with the floor of the operation, a
  * lower bound that is measured in the same run (floors.cuh), and the ratio of the median to it.
@@ -48,7 +49,7 @@ extern "C" {
 #include "models.h"
 
 #define MAX_REPS 100
-#define MOST_RANKS 8 /* because a byte has one bit for each rank */
+#define MOST_RANKS 32 /* because a word has one bit for each rank */
 #define FLUSH_BYTES ((size_t)256 << 20)
 /* with fewer tokens rows could be in the L2 cache, so it is overwritten */
 #define FEW_TOKENS 1024
@@ -90,8 +91,8 @@ struct Rank {
     bool in_windows; /* recv and out lie in windows */
     uint32_t hops;
     cudaEvent_t begin[MAX_REPS], end[MAX_REPS];
-    std::vector<uint8_t> touched; /* [tokens], one bit for each rank */
-    uint8_t *touched_device;
+    std::vector<uint32_t> touched; /* [tokens], one bit for each rank */
+    uint32_t *touched_device;
     FILE *json;
 };
 
@@ -148,7 +149,7 @@ static void make_routing(Rank *r)
         int32_t *token = &ids[t * (size_t)k];
         choose(&s, token);
         for (int i = 0; i < k; i++) {
-            r->touched[t] |= (uint8_t)(1 << token[i] / block);
+            r->touched[t] |= 1u << token[i] / block;
             r->all->choices[rank][token[i]]++;
         }
         for (int q = 0; q < ranks; q++)
@@ -158,7 +159,7 @@ static void make_routing(Rank *r)
             }
     }
     CHECK_CUDA(copy_in(r->ids, ids.data(), ids.size() * 4));
-    CHECK_CUDA(copy_in(r->touched_device, r->touched.data(), r->touched.size()));
+    CHECK_CUDA(copy_in(r->touched_device, r->touched.data(), r->touched.size() * 4));
 }
 
 /* Prints the routing: the share of the choices of the busiest experts and of the busiest rank.
@@ -614,7 +615,7 @@ static void allocate(Rank *r, int most)
     r->expert_rows = room<int32_t>((size_t)model.experts * 4, 0);
     r->tick = room<float>(64, 0);
     r->flush = room<uint8_t>(FLUSH_BYTES, 0);
-    r->touched_device = room<uint8_t>((size_t)most, 0);
+    r->touched_device = room<uint32_t>((size_t)most * 4, 0);
     CHECK_CUDA(cudaHostAlloc((void **)&r->gate, 64, cudaHostAllocMapped));
     *r->gate = 0;
     CHECK_CUDA(cudaHostGetDevicePointer((void **)&r->gate_device, r->gate, 0));

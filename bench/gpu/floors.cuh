@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(FLOOR_BLOCK, 1) reduce_kernel(const __grid_con
 }
 
 /* Stores every row once to each peer that needs it. */
-__global__ void push_kernel(p2p_self self, const uint8_t *x, const uint8_t *touched, int tokens,
+__global__ void push_kernel(p2p_self self, const uint8_t *x, const uint32_t *touched, int tokens,
                             int vectors)
 {
     const int lane = threadIdx.x % 32, warps = gridDim.x * blockDim.x / 32;
