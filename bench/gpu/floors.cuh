@@ -145,8 +145,8 @@ __global__ void __launch_bounds__(FLOOR_BLOCK, 1) reduce_kernel(const __grid_con
 }
 
 /* Stores every row once to each peer that needs it. */
-__global__ void push_kernel(p2p_self self, const uint8_t *x, const uint32_t *touched, int tokens,
-                            int vectors)
+__global__ void push_kernel(p2p_self self, const uint8_t *x, const uint32_t *touched,
+                            int tokens, int vectors)
 {
     const int lane = threadIdx.x % 32, warps = gridDim.x * blockDim.x / 32;
     const int pieces = (vectors + 223) / 224, peers = self.num_ranks - 1;

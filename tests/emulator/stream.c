@@ -15,7 +15,8 @@ typedef struct task {
     size_t bytes;
     int value;
     void *owned; /* the kernel's arguments, or the data to copy */
-    uint64_t number; /* tasks of all streams are numbered from 1 in the order of enqueue_task() */
+    uint64_t
+        number; /* tasks of all streams are numbered from 1 in the order of enqueue_task() */
     struct task *next;
 } task;
 
