@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     const RowShape shape = row_shape<V>(job.row_bytes, job.aligned);
     /* a thread of the third warp, because the first two warps begin the operation meanwhile */
     if (threadIdx.x == 2 * WARP)
-        stride.set_strides(job.total_warps, num_roles(job.self) + num_forward_roles(job.self),
+        stride.set_strides(job.total_warps, num_unit_roles(job.self),
                            (shape.pieces + job.span - 1) / job.span);
     if (!read_plan_and_begin(plan, op, job.plan, job.plan_bytes, job.self, job.num_tokens,
                              job.num_rows))
@@ -130,7 +130,7 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     const bool quantize = job->quantize != 0;
     const int block = block_of(job->type, quantize), bytes = memory_bytes(job->type, quantize);
     p2p_combine_backward_job copy = *job;
-    const int roles = num_roles(job->self) + num_forward_roles(job->self);
+    const int roles = num_unit_roles(job->self);
     deal_units_for_net(job->self, copy, num_sms, block, roles, vectors);
     /* Choose the lag: 3/4 of the number of tokens that all warps process at a time. With a much
      * shorter lag, warps would often wait for the slowest warp. The lag has a minimum, because

@@ -283,6 +283,33 @@ __device__ __forceinline__ bool is_forward_role(int role)
     return HOSTS && role < 0;
 }
 
+/* Finds the units that have work, for a WorkWalk. `end`: the round ends before this token. */
+struct BackwardWork {
+    const BackwardMove &m;
+    int32_t end;
+
+    static __device__ __forceinline__ int first_role(int group)
+    {
+        return first_role_of_group(group);
+    }
+    /* Units that receive a peer's token have work if the token has a slot on this rank. Units
+     * that receive this rank's tokens always have work, because they also zero padding slots
+     * and finish dot products. */
+    __device__ __forceinline__ uint32_t operator()(const UnitWalk &walk, int group) const
+    {
+        const p2p_self &self = m.job.self;
+        const int32_t token = m.round_begin + walk.step - m.job.lag;
+        const int forwards = num_forward_roles(self);
+        const int role = first_role(group) + lane_id(), source = role - forwards;
+        if (group == 0 || token - m.job.lag >= end) return 1;
+        bool has_work = source == self.num_ranks;
+        if (role <= forwards) has_work = token >= m.round_begin && token < end;
+        if (source > 0 && source < self.num_ranks)
+            has_work = token < end && read_slot(m, rank_of_role(self, source), token, 0) >= 0;
+        return __ballot_sync(ALL_LANES, has_work);
+    }
+};
+
 /* Loads the word of the plan that a unit needs first. The function is called while the warp
  * works on the preceding unit. If the unit sends a token, lane k loads the rank to which choice
  * k goes. If the unit receives a token, lane n loads the token's n-th slot on this rank. */

@@ -71,7 +71,9 @@ template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
 {
     const int peers = m.job.self.num_ranks - 1;
-    for (UnitWalk walk(m.stride);; walk.next_unit(m.stride)) {
+    BackwardWork work = {m, end};
+    WorkWalk walk(m.stride);
+    for (walk.begin_walk(m.stride, work);; walk.next_unit(m.stride, work)) {
         const int32_t sent = m.round_begin + walk.step, token = sent - m.job.lag;
         if (token - m.job.lag >= end) return true;
         const int first = first_piece(m, walk), count = pieces_of(m, walk);

@@ -81,9 +81,10 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     /* [DOTS][PITCH], in shared memory: for each dot product, the sum of each lane */
     float *sums;
     Pieces ring;
-    UnitWalk walk;        /* selects the unit that the warp begins next */
-    int32_t next_word;    /* result of read_ahead() for the unit that the warp begins next */
     int32_t end;          /* the round ends before this token */
+    BackwardWork work;    /* finds the units that have work */
+    WorkWalk walk;        /* selects the unit that the warp begins next */
+    int32_t next_word;    /* result of read_ahead() for the unit that the warp begins next */
     const Entry *copying; /* the unit whose pieces are being copied to the ring */
     const uint8_t *from;  /* address of this lane's bytes of the next piece of d_out */
     /* address of this lane's bytes of the current piece in row 0 of the caller's `rows`; for
@@ -104,8 +105,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     __device__ __forceinline__ GradientStream(const BackwardMove &move, uint8_t *memory,
                                               int32_t round_end)
         : m(move), entries((Entry *)(memory + Pieces::BYTES)), sums((float *)(memory + SUMS)),
-          ring(memory), walk(m.stride), end(round_end)
+          ring(memory), end(round_end), work{m, round_end}, walk(m.stride)
     {
+        walk.begin_walk(m.stride, work);
         next_word = read_ahead(m, walk);
     }
 
@@ -120,15 +122,16 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         /* An older unit has used this entry. A warp collective precedes each write below, so no
          * lane still reads the data of the older unit. */
         Entry &entry = entries[begun++ % ENTRIES];
-        uint32_t work;
+        uint32_t amount; /* Entry::work */
         const int role = role_of(m, walk);
         if (role == 0) {
-            work = store_peers(entry, choose_routes(m, walk, sent, end,
-                                                    peers_of(m, sent < end ? next_word : -1)));
+            amount =
+                store_peers(entry, choose_routes(m, walk, sent, end,
+                                                 peers_of(m, sent < end ? next_word : -1)));
         } else {
             const bool in = received >= m.round_begin && received < end;
             const int32_t its_slot = in ? clamp_slot(m, next_word) : -1;
-            work = (uint32_t)__popc(__ballot_sync(ALL_LANES, its_slot >= 0));
+            amount = (uint32_t)__popc(__ballot_sync(ALL_LANES, its_slot >= 0));
             Slot &to = entry.slots[lane_id()];
             if (its_slot >= 0) {
                 to.number = its_slot;
@@ -140,13 +143,13 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
         if (lane_id() == 0) {
             entry.token = role == 0 ? sent : received;
-            entry.work = work;
+            entry.work = amount;
             entry.role = (int16_t)role;
             entry.span = walk.span;
             entry.first = first_piece(m, walk);
             entry.count = (int16_t)pieces_of(m, walk);
         }
-        walk.next_unit(m.stride);
+        walk.next_unit(m.stride, work);
         next_word = read_ahead(m, walk);
     }
     /* Returns true if the unit receives a token of a peer, which arrives in staging. */

@@ -29,8 +29,8 @@
  * Before it begins them, it has sent its partial sums for token t. So the wait ends.
  *
  * combine/stream.cuh handles the common cases: aligned rows, and at most P2P_STREAM_LEAVES
- * leaves of the sum tree on each rank. Libraries for many ranks do not use it (MANY_RANKS,
- * rules/device_layout.h). combine/plain.cuh handles the other cases, which its first comment
+ * leaves of the sum tree on each rank. Libraries for many ranks (MANY_RANKS,
+ * rules/device_layout.h) use it only for sums by rank. combine/plain.cuh handles the other cases, which its first comment
  * lists. */
 #include "cuda/combine/plain.cuh"
 #include "cuda/combine/stream.cuh"
@@ -55,7 +55,8 @@ static __device__ void clear_outputs(const CombineState &c)
 static __device__ void set_strides(const p2p_combine_job &job, Stride &expert, Stride &source,
                                    int pieces)
 {
-    expert.set_strides(gridDim.x * WARPS, max(job.self.num_ranks - 1, 1), pieces);
+    expert.set_strides(gridDim.x * WARPS, num_role_groups(max(job.self.num_ranks - 1, 1)),
+                       pieces);
     source.set_strides(gridDim.x * WARPS, 1, pieces);
 }
 
@@ -82,8 +83,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const bool has_f32_partials = ROW::N == 8 && h.partial_type == EPIC_F32;
     const bool deep = tree && job.self.num_ranks > 8;
     const bool adds_by_host = moves && can_add_by_host(job.self, h);
-    const bool streams = !MANY_RANKS && !adds_by_host && !leaves && !has_f32_partials &&
-                         !deep && job.aligned && h.top_k <= WARP;
+    const bool streams = !(MANY_RANKS && tree) && !adds_by_host && !leaves &&
+                         !has_f32_partials && !deep && job.aligned && h.top_k <= WARP;
     if (!streams) {
         shape = row_shape<1>(job.row_bytes, job.aligned);
         if (threadIdx.x == SETTER) set_strides(job, expert, source, shape.pieces);
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     bool ok = true;
     if (moves && streams && !tree)
         ok = combine_stream<ROW, EXACT, false, false>(c, op, memory, NULL);
-    else if (moves && streams)
+    else if (!MANY_RANKS && moves && streams)
         ok = combine_stream<ROW, EXACT, true, false>(c, op, memory, NULL);
     else if (moves && has_f32_partials && leaves)
         ok = combine_plain<ROW, F32, true>(c, op);
@@ -223,7 +224,7 @@ extern "C" cudaError_t p2p_load_combine(void)
 static int lag_of(const p2p_combine_job &job, int num_sms)
 {
     const int pieces = (int)((job.row_bytes + STREAM_V * 512 - 1) / (STREAM_V * 512));
-    const int peers = job.self.num_ranks - 1, warps = num_sms * WARPS;
+    const int peers = num_role_groups(job.self.num_ranks - 1), warps = num_sms * WARPS;
     if (peers < 1 || pieces < 1 || warps % pieces == 0) return job.lag;
     if (job.flat && warps % pieces * 2 < pieces) return job.lag;
     const int lag = warps / (pieces * peers) * 5 / 4;

@@ -142,6 +142,38 @@ __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
     return wrap_rank(c.job.self.rank + 1 + role, c.job.self.num_ranks);
 }
 
+/* Finds the expert units that have work, for a WorkWalk: those of tokens that have a slot on
+ * this rank. If one rank of each host adds the partial sums of its host, more units have work:
+ * the word *wants* must be sent for every token, and the rank that adds waits for it.
+ * `end`: the round ends before this token. */
+struct ExpertWork {
+    const CombineState &c;
+    int32_t end;
+
+    static __device__ __forceinline__ int first_role(int group)
+    {
+        return group * WARP;
+    }
+    __device__ __forceinline__ uint32_t operator()(const UnitWalk &walk, int group) const
+    {
+        const p2p_self &self = c.job.self;
+        const int32_t token = c.round_begin + walk.step;
+        const int role = first_role(group) + lane_id();
+        bool has_work = false;
+        if (token >= end) return 1;
+        if (role < self.num_ranks - 1) {
+            const int rank = peer_of_role(c, role);
+            const bool exists = token < c.plan.header.tokens_of[rank];
+            const bool relays = adds_by_host(c) && is_remote(self, rank) &&
+                                (walk.span == 0 || mate_of(self, rank, self.rank) == self.rank);
+            has_work = exists &&
+                       (relays ||
+                        __ldg(c.plan.records + record_index(self, rank, token, c.top_k)) >= 0);
+        }
+        return __ballot_sync(ALL_LANES, has_work);
+    }
+};
+
 /* Sets all sums to -0, the neutral element of addition: -0 + x is exactly x, even for -0. */
 template <int V, int N> __device__ __forceinline__ void clear_sums(float (&acc)[V][N])
 {

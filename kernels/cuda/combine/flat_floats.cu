@@ -103,13 +103,11 @@ static __device__ bool receive_chunk(const FlatFloats &f, int32_t token, int chu
     return true;
 }
 
-/* Sends the floats of the peers' tokens, then receives the floats of this rank's tokens. Moves
- * the tokens [f.round_begin, end) of every rank. Called by all warps. Returns false if the
- * group has failed. */
-static __device__ bool move_floats(const FlatFloats &f, int32_t end)
+/* Sends the floats of the peers' tokens [f.round_begin, end). Warp number `warp` of `warps` warps
+ * does its share. */
+static __device__ void send_all_floats(const FlatFloats &f, int32_t end, int warp, int warps)
 {
     const p2p_self &self = f.job.self;
-    const int warp = (int)(grid_thread() / WARP), warps = (int)(grid_threads() / WARP);
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
         /* index of this rank among the peer's sources (dispatch/dispatch.cuh) */
@@ -118,6 +116,37 @@ static __device__ bool move_floats(const FlatFloats &f, int32_t end)
              t += warps)
             send_floats(f, rank, source, t);
     }
+}
+
+/* Like send_all_floats(), for many ranks, where most tokens of a peer have no row on this rank.
+ * The lanes of a warp look for the rows of 32 tokens at a time. */
+static __device__ void find_and_send_floats(const FlatFloats &f, int32_t end, int warp,
+                                            int warps)
+{
+    const p2p_self &self = f.job.self;
+    const int groups = (min(end, f.plan.most_tokens) - f.round_begin + WARP - 1) / WARP;
+    for (int i = warp; i < (self.num_ranks - 1) * groups; i += warps) {
+        const int distance = 1 + i / groups;
+        const int rank = wrap_rank(self.rank + distance, self.num_ranks);
+        const int32_t first = f.round_begin + i % groups * WARP, token = first + lane_id();
+        const bool exists = token < min(f.plan.header.tokens_of[rank], end);
+        const bool has_row =
+            exists && __ldg(f.plan.records + record_index(self, rank, token, f.top_k)) >= 0;
+        for (uint32_t rows = __ballot_sync(ALL_LANES, has_row); rows; rows &= rows - 1)
+            send_floats(f, rank, self.num_ranks - 1 - distance, first + __ffs(rows) - 1);
+    }
+}
+
+/* Sends the floats of the peers' tokens, then receives the floats of this rank's tokens. Moves
+ * the tokens [f.round_begin, end) of every rank. Called by all warps. Returns false if the
+ * group has failed. */
+static __device__ bool move_floats(const FlatFloats &f, int32_t end)
+{
+    const int warp = (int)(grid_thread() / WARP), warps = (int)(grid_threads() / WARP);
+    if (MANY_RANKS)
+        find_and_send_floats(f, end, warp, warps);
+    else
+        send_all_floats(f, end, warp, warps);
     for (int32_t t = f.round_begin + warp; t < min(f.job.num_tokens, end); t += warps) {
         int32_t rank_before = -1;
         for (int chunk = 0; chunk * WARP < f.top_k; chunk++) {

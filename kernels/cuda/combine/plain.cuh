@@ -8,7 +8,7 @@
  *   tree order over more than 8 ranks
  *   float32 partial sums of 16-bit rows
  *   relays (combine/relay.cuh)
- *   all cases in the libraries for many ranks (MANY_RANKS, rules/device_layout.h)
+ *   tree order in the libraries for many ranks (MANY_RANKS, rules/device_layout.h)
  *
  * combine.cu describes the units of work and their order. In this file, a piece has one vector
  * (16 bytes) per lane.
@@ -438,6 +438,8 @@ add_ranks(const CombineState &c, const Unit &u, RankMask touched,
 #pragma unroll
                     for (int p = 0; p < P; p++) q[i][v][p] = own[v][p];
         }
+        if (MANY_RANKS && !has_node[0] && !has_node[1] && !has_node[2] && !has_node[3])
+            continue;
         if (!receive_partials<ROW, PART, V>(c, u, position, has_node, q)) return false;
         if (deep) {
 #pragma unroll
@@ -517,8 +519,11 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
     const p2p_self &self = c.job.self;
     const int peers = self.num_ranks - 1;
     /* the next unit to load from the list of expert units, and from the list of source units */
-    UnitWalk expert_walk(c.expert), source_walk(c.source);
     const int32_t expert_end = peers ? end : c.round_begin;
+    ExpertWork work = {c, expert_end};
+    WorkWalk expert_walk(c.expert);
+    UnitWalk source_walk(c.source);
+    expert_walk.begin_walk(c.expert, work);
     const int32_t source_end = min(end, c.job.num_tokens);
     auto load_expert_slot = [&] {
         const int32_t token = c.round_begin + expert_walk.step;
@@ -535,7 +540,7 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
     auto load_next_expert = [&] {
         expert = {c.round_begin + expert_walk.step, expert_walk.role, expert_walk.span,
                   clamp_slot(c, next_expert_slot), -1};
-        expert_walk.next_unit(c.expert);
+        expert_walk.next_unit(c.expert, work);
         next_expert_slot = load_expert_slot();
     };
     auto load_next_source = [&] {

@@ -83,6 +83,46 @@ __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, 
     if (has_partial) store_node<P>(c, u, box_address(self, c.op, heap, to, box_owner), node);
 }
 
+/* Returns the position in the sum order at which the ranks of this host begin. Requires
+ * can_add_by_host(). Called by a whole warp. */
+__device__ __forceinline__ int first_position_of_host(const CombineState &c)
+{
+    const p2p_self &self = c.job.self;
+    const int local = ranks_per_host(self);
+    for (int first = 0; first < self.num_ranks; first += WARP * local) {
+        const int position = first + lane_id() * local;
+        const uint32_t own = __ballot_sync(
+            ALL_LANES, position < self.num_ranks &&
+                           c.plan.header.rank_at[position] / local == self.rank / local);
+        if (own) return first + (__ffs(own) - 1) * local;
+    }
+    return 0;
+}
+
+/* Waits for the words *wants* of a token of `rank` that the other ranks of this host send. Lane
+ * n waits for rank `from`, unless this is the lane's own rank. Sets `wants` to a bit mask of the
+ * lanes whose rank has a partial sum for the token. Called by a whole warp. Returns false if the
+ * group has failed. */
+__device__ __forceinline__ bool wait_wants_of_host(const CombineState &c, const Unit &u,
+                                                   int rank, int from, uint32_t &wants)
+{
+    const p2p_self &self = c.job.self;
+    const bool waits = from != self.rank;
+    const uint64_t *at =
+        wants_word(self, c.op, c.op.heap, self.rank, mate_of(self, waits ? from : rank, rank),
+                   TOKEN_INDEX(c, u.token));
+    uint64_t word = 0;
+    int late = -1;
+    const bool ok = wait_warp(c.op, late, P2P_PHASE_ROW, [&] {
+        if (waits) word = load_relaxed(at);
+        const bool has_arrived = !waits || is_stamped(c.op, word);
+        late = has_arrived ? -1 : from;
+        return __all_sync(ALL_LANES, has_arrived) != 0;
+    });
+    wants = __ballot_sync(ALL_LANES, waits && (uint32_t)word);
+    return ok;
+}
+
 /* Called if this rank is the mate of the token's home rank, `rank`. Adds the partial sums of
  * all ranks of this host in the order of the sum tree. On entry, has_partial is true if this
  * rank has a partial sum, which is in `node`. On return, has_partial is true if any rank of the
@@ -96,26 +136,19 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_p
     constexpr int P = PartialSum<ROW, PART>::VECTORS;
     const p2p_self &self = c.job.self;
     LeafStack<ROW, PART> stack = {c.stack, {}, 0};
-    for (int position = 0; position < self.num_ranks; position++) {
-        const int from = c.plan.header.rank_at[position];
-        if (from / ranks_per_host(self) != self.rank / ranks_per_host(self)) continue;
-        if (from == self.rank) {
-            if (has_partial) stack.push_node(node, (uint32_t)position);
-            continue;
-        }
-        const int box_owner = mate_of(self, from, rank);
-        uint32_t has_sent;
+    const int first = first_position_of_host(c), local = ranks_per_host(self);
+    const int its_rank =
+        lane_id() < local ? c.plan.header.rank_at[first + lane_id()] : self.rank;
+    uint32_t wants;
+    if (!wait_wants_of_host(c, u, rank, its_rank, wants)) return false;
+    for (int i = 0; i < local; i++) {
+        const int from = __shfl_sync(ALL_LANES, its_rank, i);
+        if (from == self.rank && has_partial) stack.push_node(node, (uint32_t)(first + i));
+        if (!(wants >> i & 1)) continue;
         uint4 received[P];
-        if (!wait_wants(c.op,
-                        wants_word(self, c.op, c.op.heap, self.rank, box_owner,
-                                   TOKEN_INDEX(c, u.token)),
-                        from, has_sent))
-            return false;
-        if (!has_sent) continue;
-        if (!receive_node<P>(c, u, box_address(self, c.op, c.op.heap, self.rank, box_owner),
-                             from, received))
-            return false;
-        stack.push_node(received, (uint32_t)position);
+        uint8_t *box = box_address(self, c.op, c.op.heap, self.rank, mate_of(self, from, rank));
+        if (!receive_node<P>(c, u, box, from, received)) return false;
+        stack.push_node(received, (uint32_t)(first + i));
     }
     has_partial = stack.pop_result(node);
     return true;

@@ -21,7 +21,8 @@
  *                         staging of q                                   out[t]
  *
  * The *floats* of a token are one float per choice, which dispatch_backward returns to the
- * token's rank: the gradient of the choice's weight. The *sum order* is the order of ranks in
+ * token's rank: the gradient of the choice's weight. Libraries for many ranks (MANY_RANKS) run
+ * this variant only for sums by rank, not in tree order. The *sum order* is the order of ranks in
  * which partial sums are added: rank_at[p] is the rank at position p. */
 #ifndef EPIC_COMBINE_STREAM_CUH
 #define EPIC_COMBINE_STREAM_CUH
@@ -46,11 +47,15 @@ struct Entry { /* A unit that the warp has begun but not finished. It is in shar
     int16_t num_slots; /* number of slots that the token has on this rank */
     int16_t role; /* -1 for a token of this rank; otherwise selects the peer (peer_of_role()) */
     /* Only for a token of this rank: bit p is 1 if the rank at position p of the sum order
-     * sends a partial sum for the token. */
+     * sends a partial sum for the token. With MANY_RANKS, bit p stands for sources[p]. */
     uint32_t positions;
     Slot slots[WARP]; /* the token's slots on this rank */
     /* only for a token of this rank: ranks[k] is the rank to which choice k goes */
     int32_t ranks[WARP];
+    /* Only with MANY_RANKS, and for a token of this rank. sources: the ranks to which choices
+     * of the token go, in ascending order. own: bit p is 1 if sources[p] is this rank. */
+    __extension__ uint8_t sources[MANY_RANKS ? WARP : 0];
+    __extension__ uint32_t own[MANY_RANKS];
 };
 
 /* The Entry of a unit if LEAVES is true. The array `slots` is in ascending order of leaves. The
@@ -87,7 +92,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     Entry *entries;
     Pieces ring;
     /* the next unit to begin in the list of expert units, and in the list of source units */
-    UnitWalk expert_walk, source_walk;
+    WorkWalk expert_walk;
+    UnitWalk source_walk;
     /* Words of the next units, loaded early because a load takes long. expert_slot,
      * source_slot: lane n has the n-th slot of the unit's token. source_rank: lane n has the
      * rank to which choice n goes. */
@@ -99,6 +105,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
      * if the rank is this rank. */
     int32_t position_rank;
     const Slot *slot; /* the slot whose row is copied next */
+    /* only with MANY_RANKS: the unit whose pieces are being copied to the ring */
+    __extension__ const Entry *copying[MANY_RANKS];
     /* address of this lane's bytes of the current piece in row 0 of job.rows; for row i, add
      * row_offset(i) */
     const uint8_t *rows;
@@ -129,6 +137,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         source_end = min(end, c.job.num_tokens);
         position_rank = lane_id() < self.num_ranks ? c.plan.header.rank_at[lane_id()] : -1;
         if (position_rank == self.rank) position_rank = -1;
+        ExpertWork work = {c, expert_end};
+        expert_walk.begin_walk(c.expert, work);
         load_expert();
         load_source();
     }
@@ -146,6 +156,53 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         const int32_t t = c.round_begin + source_walk.step;
         source_slot = t < source_end ? read_slot(c, c.job.self.rank, t, 0) : -1;
         source_rank = rank_of_choice(c, t, 0);
+    }
+    /* Stores in `entry` the ranks that send partial sums for the token of its unit: the ranks
+     * to which the lanes' choices go (source_rank), without this rank. Returns the value to
+     * store in Entry::positions. Called by a whole warp. */
+    __device__ __forceinline__ uint32_t store_sources(Entry &entry)
+    {
+#if MANY_RANKS
+        const RankMask touched = ranks_of_lanes(source_rank);
+        int place = 0; /* number of touched ranks below source_rank */
+        for (int w = 0; w < DEVICE_RANK_WORDS; w++) {
+            const int ranks_below = source_rank - w * 32;
+            const uint32_t below = ranks_below >= 32 ? ALL_LANES
+                                   : ranks_below > 0 ? (1u << ranks_below) - 1
+                                                     : 0;
+            place += __popc(touched.words[w] & below);
+        }
+        const uint32_t bit = source_rank >= 0 ? 1u << place : 0;
+        const bool is_own = source_rank == c.job.self.rank;
+        const uint32_t own = __reduce_or_sync(ALL_LANES, is_own ? bit : 0);
+        if (source_rank >= 0) entry.sources[place] = (uint8_t)source_rank;
+        if (lane_id() == 0) *entry.own = own;
+        return __reduce_or_sync(ALL_LANES, bit) & ~own;
+#else
+        (void)entry;
+        const uint32_t touched =
+            __reduce_or_sync(ALL_LANES, source_rank >= 0 ? 1u << source_rank : 0);
+        return __ballot_sync(ALL_LANES, position_rank >= 0 && (touched >> position_rank & 1));
+#endif
+    }
+    /* Returns the rank for which bit `position` of u.positions stands. */
+    __device__ __forceinline__ int rank_at(const Entry &u, int position) const
+    {
+#if MANY_RANKS
+        return u.sources[position];
+#else
+        (void)u;
+        return c.plan.header.rank_at[position];
+#endif
+    }
+    /* Like rank_at(), for the unit whose pieces are being copied to the ring. */
+    __device__ __forceinline__ int copied_rank_at(int position) const
+    {
+#if MANY_RANKS
+        return rank_at(**copying, position);
+#else
+        return c.plan.header.rank_at[position];
+#endif
     }
     /* Only with LEAVES: sorts the slots of a unit by leaves; slots of the same leaf stay in the
      * order of choices. Sets entry.leaves, entry.ends and entry.places. Returns the index of
@@ -216,24 +273,20 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         if (has_expert && (!has_source || expert_token < source_token + c.job.lag)) {
             fill_entry(entry, expert_token, expert_walk.role, expert_walk.span,
                        clamp_slot(c, expert_slot), 0);
-            expert_walk.next_unit(c.expert);
+            ExpertWork work = {c, expert_end};
+            expert_walk.next_unit(c.expert, work);
             load_expert();
         } else if (has_source) {
-            const uint32_t touched =
-                __reduce_or_sync(ALL_LANES, source_rank >= 0 ? 1u << source_rank : 0);
             entry.ranks[lane_id()] = source_rank;
-            fill_entry(
-                entry, source_token, -1, source_walk.span, clamp_slot(c, source_slot),
-                __ballot_sync(ALL_LANES, position_rank >= 0 && (touched >> position_rank & 1)));
+            fill_entry(entry, source_token, -1, source_walk.span, clamp_slot(c, source_slot),
+                       store_sources(entry));
             source_walk.next_unit(c.source);
             load_source();
         }
     }
-    /* `position` is a position of the sum order. Returns the address in staging at which the
-     * peer at this position stores its partial sum for a token. */
-    __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int position)
+    /* Returns the address in staging at which `rank` stores its partial sum for a token. */
+    __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int rank)
     {
-        const int rank = c.plan.header.rank_at[position];
         return staged_row(c.op.inbox[rank], of_token - c.round_begin, c.shape.vectors);
     }
     /* Starts to copy one more piece to the ring: a piece of a row on this rank, or of a peer's
@@ -247,6 +300,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             slots = entry.num_slots;
             positions = entry.positions;
             slot = entry.slots;
+            if (MANY_RANKS) *copying = &entry;
             rows = c.job.rows + lane_offset(vector);
         }
         if (slots) {
@@ -255,7 +309,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
                             c.policy);
         } else if (positions) {
             const int position = __ffs(positions) - 1;
-            const uint8_t *from = (const uint8_t *)staged_partial(token, position);
+            const uint8_t *from =
+                (const uint8_t *)staged_partial(token, copied_rank_at(position));
             positions &= positions - 1;
             if (!is_host_memory(c.op, from))
                 ring.copy_piece(from + lane_offset(vector), vector, c.shape, false, c.policy);
@@ -440,8 +495,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
      * group has failed. */
     __device__ __forceinline__ bool receive_partial(const Entry &u, int position, uint4 (&q)[V])
     {
-        uint4 *from = staged_partial(u.token, position);
-        const int rank = c.plan.header.rank_at[position];
+        uint4 *from = staged_partial(u.token, rank_at(u, position));
+        const int rank = rank_at(u, position);
         read_piece(u, q);
         if (!receive_piece<V, EXACT>(c.op, rank, from, u.vector, c.shape.vectors, true, q))
             return false;
@@ -454,7 +509,11 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
                                                 uint4 (&out)[V])
     {
         float total[V][ROW::N];
+#if MANY_RANKS
+        const uint32_t rank_bit = *u.own;
+#else
         const uint32_t rank_bit = 1u << c.job.self.rank;
+#endif
         uint32_t left = u.positions | (u.num_slots ? rank_bit : 0);
         const float zero = left ? -0.0f : 0.0f;
 #pragma unroll

@@ -144,6 +144,17 @@ __device__ __forceinline__ int32_t number_of_rank(const RankNumbers &n, int rank
     return __shfl_sync(ALL_LANES, n.numbers[rank / 32], rank % 32);
 }
 
+/* Like number_of_rank(), but each lane may pass another rank. */
+__device__ __forceinline__ int32_t number_of_each(const RankNumbers &n, int rank)
+{
+    int32_t number = 0;
+    for (int w = 0; w < DEVICE_RANK_WORDS; w++) {
+        const int32_t value = __shfl_sync(ALL_LANES, n.numbers[w], rank % 32);
+        if (rank / 32 == w) number = value;
+    }
+    return number;
+}
+
 /* Returns the maximum of all values. Requires that no value is negative. Called by one warp. */
 __device__ __forceinline__ int32_t largest_number(const RankNumbers &n)
 {
@@ -198,6 +209,7 @@ typedef int32_t RankNumbers;
 
 #define set_number(numbers, first, value) ((void)(first), (void)((numbers) = (value)))
 #define number_of_rank(numbers, rank) __shfl_sync(ALL_LANES, numbers, rank)
+#define number_of_each number_of_rank
 #define largest_number(numbers) ((int32_t)__reduce_max_sync(ALL_LANES, (uint32_t)(numbers)))
 #define pack_ranks(mask) (mask)
 #define unpack_ranks(packed) (packed)

@@ -384,6 +384,66 @@ struct UnitWalk {
     }
 };
 
+/* Returns the number of groups of `roles` roles, which are the roles of a Stride that a
+ * WorkWalk uses. */
+__host__ __device__ __forceinline__ int num_role_groups(int roles)
+{
+    return MANY_RANKS ? (roles + WARP - 1) / WARP : roles;
+}
+
+#if MANY_RANKS
+/* A UnitWalk that visits only units that have work. With many ranks, a rank receives nothing
+ * from most sources for most tokens. If a warp visited these units, the work of a rank would
+ * grow with the number of all tokens of the group. So the list has one unit for each group of
+ * 32 roles. When the warp comes to a group, its lanes find out together which roles of the
+ * group have work, and the warp then visits these roles in ascending order. In libraries for
+ * few ranks each role has its own units, also those without work.
+ *
+ * Find::first_role(group) returns the first role of a group. find(walk, group) returns a bit
+ * mask of the roles that have work: bit n stands for role first_role(group) + n. For a step
+ * after the end of the list it must not return 0. */
+struct WorkWalk : UnitWalk {
+    int group;
+    uint32_t left; /* the roles of the group that the walk still has to visit */
+
+    __device__ __forceinline__ explicit WorkWalk(const Stride &s) : UnitWalk(s), group(role)
+    {
+    }
+    /* Selects the warp's first unit. */
+    template <class Find>
+    __device__ __forceinline__ void begin_walk(const Stride &s, Find &find)
+    {
+        left = find(*this, group);
+        next_unit(s, find);
+    }
+    /* Moves on to the warp's next unit that has work. */
+    template <class Find> __device__ __forceinline__ void next_unit(const Stride &s, Find &find)
+    {
+        while (!left) {
+            role = group;
+            UnitWalk::next_unit(s);
+            group = role;
+            left = find(*this, group);
+        }
+        role = Find::first_role(group) + __ffs(left) - 1;
+        left &= left - 1;
+    }
+};
+#else
+struct WorkWalk : UnitWalk {
+    __device__ __forceinline__ explicit WorkWalk(const Stride &s) : UnitWalk(s)
+    {
+    }
+    template <class Find> __device__ __forceinline__ void begin_walk(const Stride &, Find &)
+    {
+    }
+    template <class Find> __device__ __forceinline__ void next_unit(const Stride &s, Find &)
+    {
+        UnitWalk::next_unit(s);
+    }
+};
+#endif
+
 static inline int common_divisor(int a, int b)
 {
     while (b) {

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     constexpr bool has_new_plan = WITH_PLAN, EXACT = ROWS == ROWS_WHOLE;
     const RowShape shape = row_shape<V>(job.row_bytes, ROWS != ROWS_ANY);
     if (threadIdx.x == 0)
-        stride.set_strides(job.total_warps, num_roles(self) + num_forward_roles(self),
+        stride.set_strides(job.total_warps, num_unit_roles(self),
                            (shape.pieces + job.span - 1) / job.span);
     open_plan<WITH_PLAN>(plan, job);
     if (!begin_operation(op, self, has_new_plan ? 0 : (uint32_t)plan.header.id, job.num_tokens,

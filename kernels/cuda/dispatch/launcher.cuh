@@ -42,7 +42,7 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     p2p_dispatch_job copy = job;
     copy.row_bytes = bytes;
     if (job.flat && copy.top_k > job.plan.self.num_ranks) copy.top_k = job.plan.self.num_ranks;
-    const int roles = num_roles(job.plan.self) + num_forward_roles(job.plan.self);
+    const int roles = num_unit_roles(job.plan.self);
     deal_units_for_net(job.plan.self, copy, num_sms, BLOCK, roles, V);
     const int spans = units_per_token(copy, 1, V);
     copy.row_bytes = job.row_bytes;

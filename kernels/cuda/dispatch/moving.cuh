@@ -35,6 +35,20 @@ __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
     return self.num_ranks + 1;
 }
 
+/* Returns the number of roles of the units in the list (common/rows.cuh): all roles, also those
+ * that forward. With many ranks, each group of 32 roles has one unit (WorkWalk). Group 0 is
+ * role 0. */
+__host__ __device__ __forceinline__ int num_unit_roles(const p2p_self &self)
+{
+    return 1 + num_role_groups(num_roles(self) + num_forward_roles(self) - 1);
+}
+
+/* Returns the first role of a group (WorkWalk). */
+__device__ __forceinline__ int first_role_of_group(int group)
+{
+    return group == 0 ? 0 : 1 + (group - 1) * WARP;
+}
+
 /* a row of at most this many pieces can be one unit (64 KB, or 128 KB with 8 vectors per lane) */
 #define MAX_ROW_PUT_PIECES 32
 

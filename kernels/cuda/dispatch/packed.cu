@@ -11,6 +11,7 @@
  * Units that send, and units that receive this rank's own tokens, move pieces of the caller's
  * rows. Units that receive from peers move pieces of packed rows. Memory order: each word of a
  * packed row is its own flag. */
+#include "cuda/dispatch/find_work.cuh"
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/packed_slots.cuh"
 #include "cuda/dispatch/relay.cuh"
@@ -39,7 +40,8 @@ template <class OwnPiece> struct PieceFeed {
     typedef PieceRing<V, false> RowPieces;
     const PackedMove &m;
     RowPieces ring;
-    UnitWalk walk; /* the unit whose pieces are copied now */
+    DispatchWork work;
+    WorkWalk walk; /* the unit whose pieces are copied now */
     /* the row that this unit moves, in staging or in the caller's memory; NULL: the pieces of
      * the unit are not copied */
     const uint8_t *row;
@@ -56,9 +58,9 @@ template <class OwnPiece> struct PieceFeed {
     /* the first token after the running round */
     int32_t round_end;
 
-    __device__ __forceinline__ PieceFeed(const PackedMove &move, const UnitWalk &first,
+    __device__ __forceinline__ PieceFeed(const PackedMove &move, const WorkWalk &first,
                                          int32_t end, const uint8_t *memory)
-        : m(move), ring(memory), walk(first), round_end(end)
+        : m(move), ring(memory), work{m, end, false, false}, walk(first), round_end(end)
     {
         open_unit();
     }
@@ -104,7 +106,7 @@ template <class OwnPiece> struct PieceFeed {
         }
         ring.commit_piece();
         if (--pieces_left) return;
-        walk.next_unit(m.stride);
+        walk.next_unit(m.stride, work);
         open_unit();
     }
     /* Starts to copy one more piece. Then waits for the oldest piece of the ring and reads it
@@ -351,16 +353,20 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
     bool has_token_counts = !m.has_new_plan;
     int slab_bits = NOT_KNOWN;
     if (m.num_early_tokens) send_early_tokens<OwnPiece, FAST>(m);
-    UnitWalk next(m.stride);
+    if (MANY_RANKS && !begin_finding(m, has_token_counts, end)) return false;
+    WorkWalk next(m.stride);
     next.step += m.num_early_tokens;
+    DispatchWork work = {m, end, true, false};
+    next.begin_walk(m.stride, work);
     PieceFeed<OwnPiece> feed(m, next, end, memory);
     for (int i = 0; i < PieceFeed<OwnPiece>::RowPieces::AHEAD && FAST; i++) feed.copy_next();
     uint64_t next_word = read_ahead(m, next, peek);
     for (;;) {
-        const UnitWalk walk = next;
+        const WorkWalk walk = next;
+        if (MANY_RANKS && work.failed) return false;
         const uint64_t word = next_word;
         if (m.round_begin + received_before(m, walk.step) >= feed.round_end) return true;
-        next.next_unit(m.stride);
+        next.next_unit(m.stride, work);
         next_word = read_ahead(m, next, peek);
         if (walk.role == 0) {
             send_unit<OwnPiece, FAST>(m, walk, word, feed);
@@ -443,8 +449,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const p2p_self &self = job.plan.self;
     const RowShape shape = packed_shape(job, FAST);
     const int spans = (shape.pieces + job.span - 1) / job.span;
-    if (threadIdx.x == 0)
-        stride.set_strides(job.total_warps, num_roles(self) + num_forward_roles(self), spans);
+    if (threadIdx.x == 0) stride.set_strides(job.total_warps, num_unit_roles(self), spans);
     open_plan<WITH_PLAN>(plan, job);
     if (!begin_operation(op, self, WITH_PLAN ? 0 : (uint32_t)plan.header.id, job.num_tokens,
                          WITH_PLAN ? read_capacity(job.plan) : 0, job.recv_rows))

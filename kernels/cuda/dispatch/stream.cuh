@@ -5,7 +5,7 @@
 #ifndef EPIC_DISPATCH_STREAM_CUH
 #define EPIC_DISPATCH_STREAM_CUH
 
-#include "cuda/dispatch/flat.cuh"
+#include "cuda/dispatch/find_work.cuh"
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/relay.cuh"
 
@@ -16,7 +16,8 @@ template <bool EXACT> struct PieceFeed {
     typedef PieceRing<V, EXACT> Pieces;
     const DispatchMove &m;
     Pieces ring;
-    UnitWalk walk; /* the unit whose pieces are copied now */
+    DispatchWork work;
+    WorkWalk walk; /* the unit whose pieces are copied now */
     /* address of this lane's first vector of the next piece to copy; NULL: the pieces of the
      * unit are not copied */
     const uint8_t *from;
@@ -24,9 +25,9 @@ template <bool EXACT> struct PieceFeed {
     int32_t pieces_left; /* number of pieces of the unit that have not been copied */
     int32_t round_end;   /* the first token after the running round */
 
-    __device__ __forceinline__ PieceFeed(const DispatchMove &move, const UnitWalk &first,
+    __device__ __forceinline__ PieceFeed(const DispatchMove &move, const WorkWalk &first,
                                          int32_t end, const uint8_t *memory)
-        : m(move), ring(memory), walk(first), round_end(end)
+        : m(move), ring(memory), work{m, end, false, false}, walk(first), round_end(end)
     {
         open_unit();
     }
@@ -61,7 +62,7 @@ template <bool EXACT> struct PieceFeed {
         }
         ring.commit_piece();
         if (--pieces_left) return;
-        walk.next_unit(m.stride);
+        walk.next_unit(m.stride, work);
         open_unit();
     }
     /* Starts to copy one more piece. Then waits for the oldest piece of the ring and reads it
@@ -295,17 +296,21 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
     bool has_token_counts = !m.has_new_plan;
     int slab_bits = NOT_KNOWN;
     send_early<EXACT>(m);
-    UnitWalk next(m.stride);
+    if (MANY_RANKS && !begin_finding(m, has_token_counts, end)) return false;
+    WorkWalk next(m.stride);
     next.step += m.num_early_tokens;
+    DispatchWork work = {m, end, true, false};
+    next.begin_walk(m.stride, work);
     PieceFeed<EXACT> feed(m, next, end, memory);
     for (int i = 0; i < PieceFeed<EXACT>::Pieces::AHEAD && m.shape.aligned; i++)
         feed.copy_next();
     uint64_t next_word = read_ahead(m, next, peek);
     for (;;) {
-        const UnitWalk walk = next;
+        const WorkWalk walk = next;
+        if (MANY_RANKS && work.failed) return false;
         const uint64_t word = next_word;
         if (m.round_begin + received_before(m, walk.step) >= feed.round_end) return true;
-        next.next_unit(m.stride);
+        next.next_unit(m.stride, work);
         next_word = read_ahead(m, next, peek);
         if (walk.role == 0) {
             send_unit<EXACT>(m, walk, word, feed);
