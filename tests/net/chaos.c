@@ -2,6 +2,7 @@
 /* The engine chaos: a net on which words arrive in any order. */
 #include "net/chaos.h"
 
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -49,6 +50,7 @@ typedef struct chaos_host {
     char *inbox;
     bool gone;
     int users;
+    int writers; /* number of threads that may be storing to the inbox */
 } chaos_host;
 
 typedef struct peer {
@@ -65,6 +67,7 @@ struct net {
     uint64_t looks, turns, looked_ns, overtaken;
     uint64_t *ghost_at, ghost; /* a word that lands a second time; NULL: none */
     uint64_t ghost_look;
+    int ghost_host;
     uint64_t given_ns;       /* when the last put was posted, or the last word of one landed */
     uint64_t *kept_at, kept; /* a word that is kept; NULL: none */
     uint64_t kept_to;
@@ -126,7 +129,7 @@ static epic_result chaos_connect(net *n, const void *cards, char *why)
 
 static bool chaos_is_gone(const net *n, int host)
 {
-    return __atomic_load_n(&n->peers[host].chaos_host->gone, __ATOMIC_ACQUIRE);
+    return __atomic_load_n(&n->peers[host].chaos_host->gone, __ATOMIC_SEQ_CST);
 }
 
 /* Are puts to this host dropped? */
@@ -138,7 +141,29 @@ static bool is_dropped(const net *n, int host)
 
 void chaos_kill(net *n)
 {
-    __atomic_store_n(&n->own->gone, true, __ATOMIC_RELEASE);
+    __atomic_store_n(&n->own->gone, true, __ATOMIC_SEQ_CST);
+}
+
+/* Call this before storing to the inbox of a host, and end_writing() after it. Returns false if
+ * puts to the host are dropped. If it returns true, the inbox stays allocated until
+ * end_writing(), because chaos_close() waits for it. */
+static bool begin_writing(const net *n, int host)
+{
+    int *writers = &n->peers[host].chaos_host->writers;
+    __atomic_fetch_add(writers, 1, __ATOMIC_SEQ_CST);
+    if (!is_dropped(n, host)) return true;
+    __atomic_fetch_sub(writers, 1, __ATOMIC_SEQ_CST);
+    return false;
+}
+
+static void end_writing(const net *n, int host)
+{
+    __atomic_fetch_sub(&n->peers[host].chaos_host->writers, 1, __ATOMIC_SEQ_CST);
+}
+
+static void wait_for_writers(const net *n)
+{
+    while (__atomic_load_n(&n->own->writers, __ATOMIC_SEQ_CST)) sched_yield();
 }
 
 uint64_t chaos_num_overtaken(const net *n)
@@ -279,7 +304,10 @@ static bool keep_word(net *n, int host, uint64_t to, uint64_t *at, uint64_t valu
 
 static void land_kept(net *n)
 {
-    if (n->kept_at) __atomic_store_n(n->kept_at, n->kept, __ATOMIC_RELAXED);
+    if (n->kept_at && begin_writing(n, n->kept_host)) {
+        __atomic_store_n(n->kept_at, n->kept, __ATOMIC_RELAXED);
+        end_writing(n, n->kept_host);
+    }
     n->kept_at = NULL;
 }
 
@@ -300,6 +328,7 @@ static void land_piece(net *n, int host, const chaos_put_op *p, uint64_t index)
     n->ghost_at = at;
     n->ghost = value;
     n->ghost_look = n->looks + GHOST_LOOKS;
+    n->ghost_host = host;
 }
 
 /* Lands the kept word with the lowest offset, once everything else has landed. */
@@ -317,8 +346,9 @@ static void land_last(net *n)
                 host = h;
             }
         }
-    if (!first || is_dropped(n, host)) return;
+    if (!first || !begin_writing(n, host)) return;
     land_piece(n, host, first, first->num_pieces - 1);
+    end_writing(n, host);
     first->landed++;
     n->given_ns = run_now_ns();
 }
@@ -399,14 +429,19 @@ static int chaos_progress(net *n)
     for (int64_t runs = run_between(&n->random, 1, MOST_RUNS); runs > 0 && num_targets;
          runs--) {
         const int host = targets[run_below(&n->random, num_targets)];
-        if (host != n->setup.host && !is_dropped(n, host)) moved += land_run(n, host);
+        if (host == n->setup.host || !begin_writing(n, host)) continue;
+        moved += land_run(n, host);
+        end_writing(n, host);
     }
     for (int h = 0; h < n->setup.num_hosts; h++)
         if (h != n->setup.host) finish_puts(n, h);
     if (is_quiet(n)) land_kept(n);
     if (n->settings.last && is_quiet(n)) land_last(n);
     if (n->ghost_at && n->looks >= n->ghost_look) {
-        __atomic_store_n(n->ghost_at, n->ghost, __ATOMIC_RELAXED);
+        if (begin_writing(n, n->ghost_host)) {
+            __atomic_store_n(n->ghost_at, n->ghost, __ATOMIC_RELAXED);
+            end_writing(n, n->ghost_host);
+        }
         n->ghost_at = NULL;
     }
     return moved;
@@ -440,6 +475,7 @@ static void chaos_close(net *n)
         while (n->peers[h].finished < n->peers[h].posted) chaos_progress(n);
     land_kept(n);
     chaos_kill(n);
+    wait_for_writers(n);
     for (int h = 0; h < n->setup.num_hosts; h++) release_host(n->peers[h].chaos_host);
     release_host(n->own);
     free(n);
